@@ -1,0 +1,153 @@
+"""What the state of a model is made of: units, planes and pages. Pure arithmetic, no I/O.
+
+A unit packs its tensors into one flat index space of elements; each plane of the unit is an array over that space. The store cuts
+a plane into pages of one size (docs/design.md section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from tierstream.io.errors import InvariantError
+
+#: Tensors start at multiples of this many elements: 256 bytes in bf16, what GPU kernels and vector loads want.
+TENSOR_ALIGN_ELEMENTS = 128
+#: Units end at multiples of this many elements, so that a 2-byte plane is whole 4096-byte blocks.
+UNIT_ALIGN_ELEMENTS = 2048
+#: Page sizes are multiples of this many bytes: the block of direct I/O and of virtual memory.
+PAGE_ALIGN_BYTES = 4096
+
+ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "uint16": 2, "float32": 4, "uint8": 1}
+
+
+class Page(NamedTuple):
+    """Name of one page: page `index` of plane `plane` of unit `unit`."""
+
+    unit: str
+    plane: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor in a unit. `offset` in elements; `decay`: AdamW's weight decay applies to it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    decay: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tensors that are streamed as one. `dtype` is that of the weight plane; `numel` includes padding."""
+
+    name: str
+    dtype: str
+    tensors: tuple[TensorSpec, ...]
+    numel: int
+
+    def decay_runs(self) -> list[tuple[int, int, bool]]:
+        """Contiguous element ranges `(start, end, decay)` that cover `[0, numel)`; padding joins the run before it."""
+        runs: list[tuple[int, int, bool]] = []
+        for tensor in self.tensors:
+            if runs and runs[-1][2] == tensor.decay:
+                runs[-1] = (runs[-1][0], tensor.end, tensor.decay)
+            else:
+                if runs:
+                    runs[-1] = (runs[-1][0], tensor.offset, runs[-1][2])
+                runs.append((0 if not runs else tensor.offset, tensor.end, tensor.decay))
+        if runs:
+            runs[-1] = (runs[-1][0], self.numel, runs[-1][2])
+        return runs
+
+
+def pack_unit(name: str, dtype: str, tensors: Iterable[tuple[str, Sequence[int], bool]]) -> Unit:
+    """Pack `(name, shape, decay)` tensors into a unit: the decayed ones first, so that each rule is one contiguous run."""
+    specs: list[TensorSpec] = []
+    end = 0
+    for tensor_name, shape, decay in sorted(tensors, key=lambda item: not item[2]):
+        spec = TensorSpec(tensor_name, tuple(shape), end, decay)
+        specs.append(spec)
+        end = round_up(spec.end, TENSOR_ALIGN_ELEMENTS)
+    return Unit(name, dtype, tuple(specs), round_up(end, UNIT_ALIGN_ELEMENTS))
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """A flat array of `numel` elements. `durable`: part of every checkpoint; else it lives within a step (grad, activation)."""
+
+    unit: str
+    plane: str
+    dtype: str
+    numel: int
+    durable: bool
+    tensors: tuple[TensorSpec, ...] = ()
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All planes of a run and the page size that cuts them."""
+
+    page_bytes: int
+    planes: Mapping[tuple[str, str], PlaneSpec] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.page_bytes <= 0 or self.page_bytes % PAGE_ALIGN_BYTES:
+            raise InvariantError(f"page_bytes={self.page_bytes} is not a positive multiple of {PAGE_ALIGN_BYTES}")
+
+    def spec(self, unit: str, plane: str) -> PlaneSpec:
+        return self.planes[unit, plane]
+
+    def page_count(self, unit: str, plane: str) -> int:
+        return -(-self.planes[unit, plane].nbytes // self.page_bytes)
+
+    def page_nbytes(self, page: Page) -> int:
+        """Bytes of the page's frame content and chunk file: `page_bytes`, or the whole plane where it fits in one page."""
+        nbytes = self.planes[page.unit, page.plane].nbytes
+        return self.page_bytes if nbytes > self.page_bytes else nbytes
+
+    def page_span(self, page: Page) -> tuple[int, int]:
+        """Elements `[start, end)` of the plane that the page holds (without padding)."""
+        spec = self.planes[page.unit, page.plane]
+        per_page = self.page_bytes // spec.item_bytes
+        return page.index * per_page, min((page.index + 1) * per_page, spec.numel)
+
+    def pages(self, unit: str, plane: str) -> list[Page]:
+        return [Page(unit, plane, index) for index in range(self.page_count(unit, plane))]
+
+    def pages_over(self, unit: str, plane: str, start: int, end: int) -> list[Page]:
+        """Pages that hold elements `[start, end)` of a plane, in order."""
+        per_page = self.page_bytes // self.planes[unit, plane].item_bytes
+        return [Page(unit, plane, index) for index in range(start // per_page, -(-end // per_page))]
+
+    def nbytes(self, *, durable: bool) -> int:
+        """Bytes of all pages of durable (or of step-local) planes, padding included."""
+        return sum(
+            self.page_count(*key) * self.page_nbytes(Page(*key, 0))
+            for key, spec in self.planes.items()
+            if spec.durable == durable
+        )
