@@ -1,0 +1,138 @@
+"""Checkpoints of a run: where they lie, which one a resume takes, which ones are removed, and what must not have changed.
+
+A checkpoint is a snapshot of the store (tierstream.tiered.snapshot) named `step-<8 digits>`. It is complete or not there; order is
+by step, as a number, never by time stamp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierstream.io import durable
+from tierstream.io.errors import CheckpointError, ConfigError
+from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.store import Store
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+#: Sections of a run file that may differ on resume: where the state lies and how often it is saved changes no bit of it.
+_FREE_SECTIONS = ("run_dir", "tiers", "checkpoint")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the run is saved and what it continues from."""
+
+    every_steps: int | None = None
+    """Steps between checkpoints; null: one at the end of the run."""
+    keep: int = 2
+    """Complete checkpoints that are kept; older ones are removed once a newer one is durable."""
+    at_end: bool = True
+    """Write a checkpoint after the last step."""
+    resume: str = "none"
+    """none: a new run. auto: the newest complete checkpoint of `run_dir`, or a new run if there is none. Else: a checkpoint
+    directory."""
+    allow_changed: list[str] | None = None
+    """Keys (like optimizer.lr) that may differ from the run that wrote the checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ConfigError(f"checkpoint.every_steps is {self.every_steps}; it must be >= 1, or null")
+        if self.keep < 1:
+            raise ConfigError(f"checkpoint.keep is {self.keep}; it must be >= 1")
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of everything in `directory` that has a checkpoint's name, oldest step first."""
+    found = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
+    return sorted(found)
+
+
+def find_resume(resume: str, directory: Path, run_id: str | None) -> Snapshot | None:
+    """The snapshot that `checkpoint.resume` asks for.
+
+    Args:
+        run_id: identity of the run that owns `directory`; `auto` passes over checkpoints of other runs.
+
+    Raises:
+        CheckpointError: a named checkpoint is incomplete or damaged, or all of `directory` are.
+    """
+    if resume == "none":
+        return None
+    if resume != "auto":
+        return Snapshot.open(Path(resume))
+    problems = []
+    for _, path in reversed(checkpoints(directory)):
+        try:
+            snapshot = Snapshot.open(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if run_id is None or snapshot.state.get("run_id") == run_id:
+            return snapshot
+        problems.append(f"{path} belongs to another run ({snapshot.state.get('run_id')})")
+    if problems:
+        raise CheckpointError(
+            f"no checkpoint in {directory} can be resumed: {'; '.join(problems)}; name one with checkpoint.resume, or start "
+            "anew in another run_dir"
+        )
+    return None
+
+
+def save(store: Store, directory: Path, step: int, state: Mapping[str, object], keep: int) -> Path:
+    """Write the checkpoint of `step`, then remove older ones beyond `keep` and what a crash left half-written."""
+    path = checkpoint_path(directory, step)
+    if path.exists():
+        durable.remove_tree(path)
+    write_snapshot(store, path, dict(state))
+    for _, old in checkpoints(directory)[:-keep]:
+        if old != path:
+            durable.remove_tree(old)
+    for leftover in _entries(directory):
+        if leftover.name.endswith(".tmp"):
+            durable.remove_tree(leftover)
+    return path
+
+
+def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: list[str] | None) -> None:
+    """Refuse a resume whose settings would change the trajectory.
+
+    Args:
+        saved, current: nested settings, as in config.yaml.
+        allowed: dotted keys that may differ.
+
+    Raises:
+        CheckpointError: lists every key that differs, with both values.
+    """
+    before, now = dict(_flatten(saved)), dict(_flatten(current))
+    different = [
+        f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key.split(".")[0] not in _FREE_SECTIONS and key not in (allowed or ())
+    ]
+    if different:
+        raise CheckpointError(
+            "the run differs from the one that wrote the checkpoint:\n  "
+            + "\n  ".join(different)
+            + "\nset the values back, or list the keys in checkpoint.allow_changed"
+        )
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

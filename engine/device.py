@@ -1,0 +1,255 @@
+"""The compute device and its lanes: one code path for a CUDA GPU and for the CPU.
+
+A lane is an ordered queue of work: on CUDA a stream, on the CPU simply the thread that uses it. `record` marks a point of a lane,
+`wait` orders another lane behind it, `when_done` runs a callback on the host once the lane has come that far (a stream is watched
+by a thread of its own, so that the one who enqueues never waits). Three lanes are used: `compute`, `upload` (weights and boundary
+activations to the device) and `download` (gradients and boundary activations from it).
+
+The tests put random delays and NaN poison into this seam (`CopyFaults`): an ordering that holds only by luck then breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tierstream import _native
+from tierstream.io.errors import ConfigError
+
+#: Device reductions run over blocks of this many elements, which bounds the fp64 temporary.
+_REDUCE_BLOCK_ELEMENTS = 1 << 22
+
+
+@dataclass
+class CopyFaults:
+    """Test tool: seeded random delays around every copy, and 0xFF (NaN) in every buffer that is given back."""
+
+    seed: int
+    max_delay_s: float = 0.002
+    _random: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def delay_s(self) -> float:
+        return self._random.random() * self.max_delay_s
+
+
+class Event(Protocol):
+    """A point of a lane."""
+
+    def synchronize(self) -> None: ...
+
+
+class Lane(Protocol):
+    """An ordered queue of device work. Methods may be called from one thread at a time."""
+
+    def active(self) -> contextlib.AbstractContextManager[Any]: ...
+    def copy_in(self, device: torch.Tensor, host: np.ndarray) -> None: ...
+    def copy_out(self, host: np.ndarray, device: torch.Tensor) -> None: ...
+    def record(self) -> Event: ...
+    def wait(self, event: Event | None) -> None: ...
+    def when_done(self, callback: Callable[[], None]) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Done:
+    """The event of a lane that runs in the host's own order: always past."""
+
+    def synchronize(self) -> None:
+        return
+
+
+class HostLane:
+    """A lane of the CPU: work is done when the call returns."""
+
+    def __init__(self, faults: CopyFaults | None) -> None:
+        self._faults = faults
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def copy_in(self, device: torch.Tensor, host: np.ndarray) -> None:
+        self._copy(device.numpy(), host)
+
+    def copy_out(self, host: np.ndarray, device: torch.Tensor) -> None:
+        self._copy(host, device.numpy())
+
+    def _copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        if self._faults:
+            time.sleep(self._faults.delay_s())
+        np.copyto(target, source)  # releases the GIL, and unlike torch's copy_ starts no OpenMP team in this thread
+
+    def record(self) -> Event:
+        return _Done()
+
+    def wait(self, event: Event | None) -> None:
+        return
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        callback()
+
+    def close(self) -> None:
+        return
+
+
+class CudaLane:
+    """A CUDA stream. Host memory in copies must be registered (pinned), or the copy is not asynchronous."""
+
+    def __init__(self, stream: torch.cuda.Stream, faults: CopyFaults | None) -> None:
+        self.stream = stream
+        self._faults = faults
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="lane")
+        self._failure: BaseException | None = None
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self.stream)
+
+    def copy_in(self, device: torch.Tensor, host: np.ndarray) -> None:
+        with torch.cuda.stream(self.stream):
+            self._delay()
+            device.copy_(torch.from_numpy(host), non_blocking=True)
+
+    def copy_out(self, host: np.ndarray, device: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            self._delay()
+            torch.from_numpy(host).copy_(device, non_blocking=True)
+
+    def _delay(self) -> None:
+        if self._faults:
+            torch.cuda._sleep(int(self._faults.delay_s() * 1e9))  # cycles: about 2e9 a second
+
+    def record(self) -> Event:
+        event = torch.cuda.Event(blocking=True)  # a waiting host thread sleeps and leaves its core to AdamW
+        event.record(self.stream)
+        return event  # type: ignore[return-value]
+
+    def wait(self, event: Event | None) -> None:
+        if event is not None:
+            self.stream.wait_event(event)  # type: ignore[arg-type]
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        event = self.record()
+
+        def watch() -> None:
+            try:
+                event.synchronize()
+                callback()
+            except BaseException as error:
+                self._failure = error
+
+        if self._failure is not None:
+            raise self._failure
+        self._watcher.submit(watch)
+
+    def close(self) -> None:
+        self._watcher.shutdown(wait=True)
+
+
+class Device:
+    """The device that computes, with its three lanes and the few operations that differ between CUDA and the CPU."""
+
+    def __init__(self, name: str = "cpu", faults: CopyFaults | None = None) -> None:
+        self.faults = faults
+        self.torch_device = torch.device(name)
+        self.is_cuda = self.torch_device.type == "cuda"
+        if self.is_cuda:
+            if not torch.cuda.is_available():
+                raise ConfigError(f"train.device is {name!r}, but torch sees no CUDA device; use cpu, or check the driver")
+            torch.cuda.set_device(self.torch_device)
+            self.compute: Lane = CudaLane(torch.cuda.current_stream(), faults)
+            self.upload: Lane = CudaLane(torch.cuda.Stream(), faults)
+            self.download: Lane = CudaLane(torch.cuda.Stream(), faults)
+        else:
+            self.compute, self.upload, self.download = (HostLane(faults) for _ in range(3))
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """A persistent byte buffer on the device, aligned for direct I/O on the CPU and for any dtype view on both."""
+        if self.is_cuda:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        spare = np.empty(nbytes + 4096, np.uint8)
+        start = -spare.ctypes.data % 4096
+        return torch.from_numpy(spare[start : start + nbytes])
+
+    def poison(self, buffer: torch.Tensor, lane: Lane) -> None:
+        """With faults on, fill a buffer that nobody may read any more with NaN, in the order of `lane`."""
+        if self.faults:
+            with lane.active():
+                buffer.view(torch.uint8).fill_(0xFF)
+
+    def sum_squares(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of squares of a flat fp32 or bf16 tensor as a 0-dim fp64 tensor: the same bits every time on one device.
+
+        fp64 cannot overflow here, so the result is finite exactly if every element is.
+        """
+        if not self.is_cuda:
+            bits = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
+            return torch.tensor(_native.sum_squares(bits.numpy(), threads=1), dtype=torch.float64)
+        parts = [part.double().square_().sum() for part in values.split(_REDUCE_BLOCK_ELEMENTS)]
+        return torch.stack(parts).sum()
+
+    def round_to_bf16(self, values: torch.Tensor) -> torch.Tensor:
+        """fp32 to bf16, round to nearest even."""
+        if self.is_cuda:
+            return values.to(torch.bfloat16)
+        rounded = torch.empty(values.numel(), dtype=torch.uint16)
+        _native.round_bf16(values.numpy(), rounded.numpy())
+        return rounded.view(torch.bfloat16)
+
+    @contextlib.contextmanager
+    def replayed_rng(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
+        """Run a recompute with the random numbers that the forward drew, and leave the generators as they were."""
+        now = self.rng_state()
+        self.set_rng_state(state)
+        try:
+            yield
+        finally:
+            self.set_rng_state(now)
+
+    def rng_state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cuda = torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
+        return torch.get_rng_state(), cuda
+
+    def set_rng_state(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self.torch_device)
+
+    def peak_bytes(self) -> int:
+        """Peak bytes that torch has allocated on the GPU; 0 on the CPU."""
+        return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
+
+    def close(self) -> None:
+        for lane in (self.compute, self.upload, self.download):
+            lane.close()
+
+
+class StallClock:
+    """Seconds that one thread waited, by cause; read and reset once a step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def waiting_for(self, cause: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds[cause] = self._seconds.get(cause, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        with self._lock:
+            seconds, self._seconds = self._seconds, {}
+        return seconds

@@ -1,0 +1,114 @@
+"""AdamW as the run sees it: settings, the learning-rate schedule, and the verdict over a step's gradients.
+
+All of it is pure functions of the number of updates already applied, so a resumed run needs no scheduler state. The arithmetic on
+planes is `tierstream._native.adamw_*` (source: Loshchilov & Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101, in
+the order of operations of torch.optim.AdamW), driven page by page in `tierstream.engine.update`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tierstream.io.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW, its schedule and its safety checks."""
+
+    lr: float = 1e-4
+    """Peak learning rate, reached after warm-up."""
+    beta1: float = 0.9
+    """Decay of the first moment, per update."""
+    beta2: float = 0.95
+    """Decay of the second moment, per update."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of tensors with two or more dimensions; norms and biases are never decayed."""
+    clip_norm: float | None = 1.0
+    """Global L2 norm that gradients are scaled down to; null: no clipping."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after warm-up, over the run's steps."""
+    warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end of the run, as a share of `lr` (linear, cosine)."""
+    master: Literal["split", "fp32"] = "split"
+    """How the fp32 master of a bf16 weight is kept: its 16 low bits (12 B/param in all) or a full copy (14 B/param)."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which a step's summed gradient waits for the update. It is always summed in fp32."""
+    threads: int | None = None
+    """CPU threads of the update; null: as many as torch uses."""
+    max_skipped_in_a_row: int = 5
+    """The run stops after this many consecutive steps with a non-finite gradient."""
+
+    def __post_init__(self) -> None:
+        checks = [
+            ("lr", self.lr >= 0 and math.isfinite(self.lr), "a finite number >= 0"),
+            ("beta1", 0 <= self.beta1 < 1, "in [0, 1)"),
+            ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
+            ("eps", self.eps > 0, "> 0"),
+            ("weight_decay", self.weight_decay >= 0, ">= 0"),
+            ("clip_norm", self.clip_norm is None or self.clip_norm > 0, "> 0, or null for no clipping"),
+            ("warmup_steps", self.warmup_steps >= 0, ">= 0"),
+            ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]"),
+            ("threads", self.threads is None or self.threads >= 1, ">= 1, or null"),
+            ("max_skipped_in_a_row", self.max_skipped_in_a_row >= 1, ">= 1"),
+        ]
+        for key, good, limit in checks:
+            if not good:
+                raise ConfigError(f"optimizer.{key} is {getattr(self, key)}; it must be {limit}")
+
+
+def learning_rate(config: OptimizerConfig, applied_updates: int, total_updates: int) -> float:
+    """Learning rate of the next update after `applied_updates` of `total_updates`.
+
+    Warm-up: update `i` (from 0) uses `lr * (i + 1) / (warmup_steps + 1)`, so no update is spent at 0.
+    """
+    if applied_updates < config.warmup_steps:
+        return config.lr * (applied_updates + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return config.lr
+    span = max(1, total_updates - config.warmup_steps)
+    progress = min(1.0, (applied_updates - config.warmup_steps) / span)
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a step's gradients allow: fixed at the end of backward, carried out in the next forward.
+
+    `update` is AdamW's step number `t` (from 1). `grad_norm` is the global L2 norm before clipping; not finite means the whole
+    step is skipped: no weight, moment, counter or decay moves.
+    """
+
+    grad_norm: float
+    clip_factor: float
+    lr: float
+    update: int
+
+    @property
+    def skipped(self) -> bool:
+        return not math.isfinite(self.grad_norm)
+
+
+def judge(
+    config: OptimizerConfig, sums_of_squares: Mapping[str, float], applied_updates: int, total_updates: int
+) -> Verdict:
+    """Verdict from the sum of squares of each unit's gradient.
+
+    The sum over units runs in the order of the mapping, in fp64: a single inf or NaN anywhere makes the norm non-finite, so the
+    finite check needs no pass of its own. The clip factor is `clip_norm / (norm + 1e-6)`, at most 1: that of
+    torch.nn.utils.clip_grad_norm_.
+    """
+    total = math.fsum(sums_of_squares.values()) if all(map(math.isfinite, sums_of_squares.values())) else math.nan
+    norm = math.sqrt(total) if math.isfinite(total) else math.nan
+    factor = 1.0
+    if config.clip_norm is not None and math.isfinite(norm):
+        factor = min(1.0, config.clip_norm / (norm + 1e-6))
+    return Verdict(norm, factor, learning_rate(config, applied_updates, total_updates), applied_updates + 1)

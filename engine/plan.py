@@ -1,0 +1,226 @@
+"""Sizes of everything, decided before step 0: page size, frames, device buffers, bytes per tier and per step.
+
+What can be known to be impossible is refused here, with the numbers and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tierstream.engine.byte_size import ByteSize
+from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round_up
+
+if TYPE_CHECKING:
+    from tierstream.engine.optimizer import OptimizerConfig
+    from tierstream.engine.units import ModelUnits
+
+#: A page is at most this large: beyond it a drive and a link gain nothing.
+_PAGE_MAX_BYTES = 16 << 20
+#: And a DRAM budget smaller than the state holds at least this many pages, so that eviction has a choice.
+_FRAMES_WANTED = 96
+#: Fewest frames with which every consumer can hold what it needs at once: an update granule (10 pages in the widest mode),
+#: 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
+_FRAMES_MIN = 24
+#: Share of the memory that is free at start which an automatic DRAM budget takes.
+_AUTO_DRAM_SHARE = 0.7
+
+
+@dataclass(kw_only=True, slots=True)
+class TiersConfig:
+    """Byte budgets of the three tiers and how they are used."""
+
+    gpu: ByteSize | None = None
+    """Device memory for streamed weights, gradient sums and staged activations (without the work space of kernels); null: two
+    layers. A larger budget keeps more layers on the device."""
+    dram: ByteSize | None = None
+    """Host memory that caches the model's state; null: all of the state, or 70 % of what is free."""
+    nvme_dirs: list[str] | None = None
+    """Directories, one per drive, that hold the state; null: the state lives in DRAM. Contents of a dead run are replaced."""
+    policy: Literal["lookahead", "lru"] = "lookahead"
+    """What leaves DRAM first: the page whose next scheduled use is furthest (Belady), or the least recently used."""
+    prefetch: ByteSize | None = None
+    """How far the reads run ahead of the computation; 0: no prefetch; null: a quarter of `dram`."""
+    writeback: ByteSize | None = None
+    """Bytes of dirty pages on their way to the drives at once; null: an eighth of `dram`."""
+    page: ByteSize | None = None
+    """Size of a page, a multiple of 4096 bytes; null: up to 16 MiB, a whole fraction of a layer."""
+    activations: Literal["dram", "gpu"] = "dram"
+    """Where the inputs of the layers wait for backward: in the store (DRAM, spilling to NVMe), or on the device."""
+    backend: Literal["auto", "posix", "kvikio"] = "auto"
+    """What moves bytes to and from the drives; auto: kvikio where CUDA is, else posix (O_DIRECT)."""
+    io_threads: int = 8
+    """Threads that read and write the drives."""
+
+    def __post_init__(self) -> None:
+        if self.nvme_dirs is not None and (not self.nvme_dirs or len(set(self.nvme_dirs)) != len(self.nvme_dirs)):
+            raise ConfigError(f"tiers.nvme_dirs is {self.nvme_dirs}; name each directory once, or null for none")
+        if self.page is not None and (self.page <= 0 or self.page % PAGE_ALIGN_BYTES):
+            raise ConfigError(f"tiers.page is {int(self.page)} bytes; it must be a positive multiple of {PAGE_ALIGN_BYTES}")
+        if self.io_threads < 1:
+            raise ConfigError(f"tiers.io_threads is {self.io_threads}; it must be >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The sizes of a run, all in bytes unless the name says otherwise."""
+
+    parameters: int
+    tokens_per_step: int
+    page_bytes: int
+    dram_bytes: int
+    durable_bytes: int
+    step_local_bytes: int
+    prefetch_bytes: int
+    writeback_bytes: int
+    gpu_bytes: int
+    layer_slots: int
+    boundary_nbytes: int | None
+    slot_groups: Mapping[str, tuple[int, int]]
+    gradient_groups: Mapping[str, tuple[int, int]]
+    group_of: Mapping[str, str]
+    flop_per_step: float
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes of the files of the durable state."""
+        return self.durable_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        """Most bytes of step-local planes that can land on NVMe as well."""
+        return max(0, self.step_local_bytes - self.dram_bytes // 2)
+
+
+def choose_page_bytes(layer_weight_nbytes: int, state_bytes: int, config: TiersConfig) -> int:
+    """Page size: a whole fraction of a layer's weight plane, so that the last page of a plane wastes next to nothing."""
+    if config.page is not None:
+        return int(config.page)
+    largest = _PAGE_MAX_BYTES
+    if config.dram is not None and config.dram < state_bytes:
+        largest = min(largest, config.dram // _FRAMES_WANTED)
+    pieces = max(1, -(-layer_weight_nbytes // max(largest, PAGE_ALIGN_BYTES)))
+    return round_up(-(-layer_weight_nbytes // pieces), PAGE_ALIGN_BYTES)
+
+
+def device_groups(
+    units: ModelUnits, item_bytes: int, boundary_nbytes: int | None, gpu_budget: int | None
+) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], dict[str, str], int]:
+    """Device buffers: slots for uploads, fp32 gradient sums, the group of each unit, and their bytes in all.
+
+    Raises:
+        BudgetError: `gpu_budget` holds less than two layers beside the ends.
+    """
+    ends = {unit.name: unit for unit in (units.embed, units.head)}
+    layer_numel = max(unit.numel for unit in units.layers)
+    layer_nbytes = layer_numel * item_bytes
+    layers = len(units.layers)
+    sums = {"layers": (min(2, layers), layer_numel)} | {name: (1, unit.numel) for name, unit in ends.items()}
+    slots = {name: (1, unit.numel * item_bytes) for name, unit in ends.items()}
+    if boundary_nbytes is not None:
+        slots["activations"] = (min(2, layers), boundary_nbytes)
+    fixed = sum(count * nbytes for count, nbytes in slots.values()) + sum(4 * count * n for count, n in sums.values())
+    count = min(2, layers)
+    if gpu_budget is not None:
+        count = min(layers, (gpu_budget - fixed) // layer_nbytes)
+        if count < min(2, layers):
+            least = fixed + min(2, layers) * layer_nbytes
+            raise BudgetError(
+                f"tiers.gpu is {ByteSize(gpu_budget)}, but two layers of {ByteSize(layer_nbytes)} beside embedding, head, "
+                f"gradient sums and staged activations ({ByteSize(fixed)}) need {ByteSize(least)}; raise tiers.gpu, or lower "
+                "train.rows_per_step"
+            )
+    slots["layers"] = (count, layer_nbytes)
+    group_of = {name: name for name in ends} | {unit.name: "layers" for unit in units.layers}
+    return slots, sums, group_of, fixed + count * layer_nbytes
+
+
+def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_bytes_in_host: int) -> int:
+    """Bytes of the DRAM tier: the budget, or what is best, never more than the state needs; whole pages.
+
+    Args:
+        available_bytes: host memory that may still be used (io.memory).
+        gpu_bytes_in_host: device buffers that live in host memory, because the device is the CPU.
+    """
+    page = layout.page_bytes
+    everything = sum(layout.page_count(*key) for key in layout.planes) * page
+    free = available_bytes - gpu_bytes_in_host
+    if config.dram is None:
+        budget = everything if everything <= _AUTO_DRAM_SHARE * free else int(_AUTO_DRAM_SHARE * free)
+    else:
+        budget = int(config.dram)
+        if budget > free and min(budget, everything) > free:
+            raise BudgetError(
+                f"tiers.dram is {ByteSize(budget)}, but only {ByteSize(max(free, 0))} of host memory are free "
+                "(least of machine and cgroup limits, minus use); lower tiers.dram"
+            )
+    if config.nvme_dirs is None and budget < everything:
+        raise BudgetError(
+            f"the state needs {ByteSize(everything)} and tiers.dram holds {ByteSize(budget)}; name drives in "
+            f"tiers.nvme_dirs, or raise tiers.dram"
+        )
+    budget = min(budget, everything) // page * page
+    if config.nvme_dirs is not None and budget < min(_FRAMES_MIN * page, everything):
+        raise BudgetError(
+            f"tiers.dram is {ByteSize(budget)}: {budget // page} pages of {ByteSize(page)}, and at least {_FRAMES_MIN} are "
+            f"needed; raise tiers.dram to {ByteSize(_FRAMES_MIN * page)}, or lower tiers.page (now {ByteSize(page)})"
+        )
+    return budget
+
+
+def step_flop(units: ModelUnits, tokens: int) -> float:
+    """FLOP of a step: 8 per parameter and token (forward, recompute, backward); embedding look-up is free, attention not counted."""
+    lookup_only = 0 if units.tied else sum(t.numel for t in units.embed.tensors)
+    return 8.0 * (units.numel - lookup_only) * tokens
+
+
+def make_plan(
+    tiers: TiersConfig,
+    optimizer: OptimizerConfig,
+    units: ModelUnits,
+    *,
+    hidden_size: int,
+    rows: int,
+    seq_len: int,
+    device_in_host: bool,
+    available_bytes: int,
+) -> tuple[Plan, Layout]:
+    """Plan of a run and the layout of its planes.
+
+    Args:
+        rows, seq_len: tokens of a step. device_in_host: the device is the CPU, its buffers take host memory.
+        available_bytes: host memory that may still be used.
+
+    Raises:
+        BudgetError: a tier cannot hold what it must hold at once.
+    """
+    from tierstream.engine.units import build_layout
+
+    item_bytes = ITEM_BYTES[units.embed.dtype]
+    boundary = rows * seq_len * hidden_size * item_bytes if tiers.activations == "dram" else None
+    slots, sums, group_of, gpu_bytes = device_groups(units, item_bytes, boundary, tiers.gpu)
+    kinds = {"master": optimizer.master, "grad_dtype": optimizer.grad_dtype, "boundary_nbytes": boundary}
+    layer_nbytes = max(unit.numel for unit in units.layers) * item_bytes
+    state_bytes = build_layout(units, page_bytes=PAGE_ALIGN_BYTES, **kinds).nbytes(durable=True)
+    layout = build_layout(units, page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers), **kinds)
+    dram = size_dram(tiers, layout, available_bytes, gpu_bytes if device_in_host else 0)
+    plan = Plan(
+        parameters=units.numel,
+        tokens_per_step=rows * seq_len,
+        page_bytes=layout.page_bytes,
+        dram_bytes=dram,
+        durable_bytes=layout.nbytes(durable=True),
+        step_local_bytes=layout.nbytes(durable=False),
+        prefetch_bytes=int(dram // 4 if tiers.prefetch is None else tiers.prefetch),
+        writeback_bytes=int(dram // 8 if tiers.writeback is None else tiers.writeback),
+        gpu_bytes=gpu_bytes,
+        layer_slots=slots["layers"][0],
+        boundary_nbytes=boundary,
+        slot_groups=slots,
+        gradient_groups=sums,
+        group_of=group_of,
+        flop_per_step=step_flop(units, rows * seq_len),
+    )
+    return plan, layout

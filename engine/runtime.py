@@ -1,0 +1,144 @@
+"""A model in training: the store, the lanes and the threads put together, one step at a time.
+
+    step:  [update of the step before, unit by unit] -> upload -> forward ... loss ... backward -> gradients -> verdict
+
+The verdict of a step is carried out while the next one runs (`tierstream.engine.update`); `flush` carries it out at once, which
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierstream.engine.activations import ActivationStash
+from tierstream.engine.device import Device, StallClock
+from tierstream.engine.gradients import GradientBuffers
+from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge
+from tierstream.engine.plan import Plan
+from tierstream.engine.sweep import Batch, Sweep
+from tierstream.engine.transfer import Downloader, StepPlan, Uploader
+from tierstream.engine.units import ModelUnits, activation_unit
+from tierstream.engine.update import UpdateDriver
+from tierstream.tiered.layout import Layout, Page, Unit
+from tierstream.tiered.store import Intent, Store
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Loss (mean over the step's trained tokens) and what its gradients allowed."""
+
+    loss: float
+    verdict: Verdict
+
+
+class Runtime:
+    """Trains a model whose state is in `store`.
+
+    Args:
+        model: built by transformers, parameters on `meta`, buffers on the device; its forwards are replaced.
+        rows_per_chunk, loss_chunk_tokens: see `Sweep`.
+        total_updates: length of the learning-rate schedule. applied_updates: updates already in the planes.
+        threads: CPU threads of the optimizer's kernel.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        units: ModelUnits,
+        layout: Layout,
+        plan: Plan,
+        store: Store,
+        device: Device,
+        config: OptimizerConfig,
+        *,
+        rows_per_chunk: int,
+        loss_chunk_tokens: int,
+        total_updates: int,
+        applied_updates: int = 0,
+        threads: int = 1,
+    ) -> None:
+        self.units, self.layout, self.store, self.device = units, layout, store, device
+        self.clock = StallClock()
+        self.applied_updates = applied_updates
+        self._config, self._total_updates = config, total_updates
+        self._order: Sequence[Unit] = units.in_forward_order
+        self.downloader = Downloader(device, store, layout)
+        self.uploader = Uploader(device, store, layout, plan.slot_groups, self.clock)
+        self.updates = UpdateDriver(store, layout, self._order, config, threads)
+        self._gradients = GradientBuffers(
+            device, self.downloader, plan.group_of, plan.gradient_groups, config.grad_dtype, self.clock
+        )
+        self._stash = ActivationStash(
+            device, self.downloader, len(units.layers), on_device=plan.boundary_nbytes is None
+        )
+        self._sweep = Sweep(
+            model, units, device, self.uploader, self._gradients, self._stash,
+            rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
+        )  # fmt: skip
+        self._uploads = self._sweep.uploads(self.updates.wait)
+        self.steady_schedule = self._schedule(self.uploader.plan(self._uploads, stale=True), updating=True)
+        self._following = [page for page, _ in self.steady_schedule]
+        self._pending: Verdict | None = None
+        self._device_is_stale = True
+
+    def step(self, batch: Batch) -> StepOutcome:
+        """Forward, backward and verdict over `batch`, while the update of the step before is carried out."""
+        plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
+        pending, self._pending = self._pending, None
+        schedule = self._schedule(plan, updating=pending is not None)
+        self.store.begin_step([page for page, _ in schedule], self._following)
+        if pending is not None:
+            self.updates.begin(pending)
+        loss = self._sweep.run(plan, batch)
+        self.updates.finish()
+        sums = self._gradients.sums_of_squares(self._order)
+        verdict = judge(self._config, sums, self.applied_updates, self._total_updates)
+        if verdict.skipped:
+            self.store.discard(self.updates.grad_pages())
+            self._device_is_stale = False
+        else:
+            self._pending, self._device_is_stale = verdict, True
+            self.applied_updates += 1
+        return StepOutcome(loss, verdict)
+
+    def flush(self) -> None:
+        """Carry out the pending update now: before a checkpoint, an evaluation or an export."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pages = [page for unit in self._order for page, _ in self.updates.uses(unit)]
+        self.store.begin_step(pages, self._following)
+        self.updates.begin(pending, unlimited=True)
+        self.updates.finish()
+
+    def close(self) -> None:
+        """Stop all threads, whatever state they are in. The store stays open: it belongs to the caller."""
+        self._stash.abort()
+        self.uploader.abort()
+        self.updates.close()
+        self.uploader.close()
+        self.downloader.close()
+        self.device.close()
+
+    def _schedule(self, plan: StepPlan, *, updating: bool) -> list[tuple[Page, Intent]]:
+        """Every page use of a step, in the order in which it is expected."""
+        uses: list[tuple[Page, Intent]] = []
+        seen: set[str] = set()
+
+        def add(pages: Sequence[Page], intent: Intent) -> None:
+            uses.extend((page, intent) for page in pages)
+
+        for index, (kind, layer) in enumerate(self._sweep.uses):
+            unit = {"embed": self.units.embed, "head": self.units.head}.get(kind) or self.units.layers[layer]
+            if updating and unit.name not in seen and kind != "activation":
+                uses += self.updates.uses(unit)
+                seen.add(unit.name)
+            add(plan.pages(self.layout, index), Intent.CONSUME if kind == "activation" else Intent.READ)
+            if kind == "forward" and not self._stash.on_device:
+                add(self.layout.pages(activation_unit(layer), "activation"), Intent.OVERWRITE)
+            if kind == "backward" or (kind == "head" and not self.units.tied):
+                add(self.layout.pages(unit.name, "grad"), Intent.OVERWRITE)
+        add(self.layout.pages(self.units.embed.name, "grad"), Intent.OVERWRITE)
+        return uses

@@ -1,0 +1,42 @@
+"""First values of the planes: fp32 values from a checkpoint or an initialisation become weight and master planes.
+
+The moments need no writing: a durable page that was never written reads as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstream import _native
+from tierstream.tiered.layout import Layout
+from tierstream.tiered.store import Store
+
+WriteRange = Callable[[str, int, NDArray[np.float32]], None]
+
+
+@dataclass(frozen=True)
+class PlaneWriter:
+    """Writes fp32 values of a unit into its weight plane and its master plane, in any order of ranges."""
+
+    store: Store
+    layout: Layout
+
+    def __call__(self, unit: str, start_element: int, values: NDArray[np.float32]) -> None:
+        """Elements `[start_element, start_element + len(values))` of `unit`."""
+        values = np.ascontiguousarray(values, np.float32).reshape(-1)
+        if (unit, "master_low") in self.layout.planes:
+            weight, low = np.empty(values.size, np.uint16), np.empty(values.size, np.uint16)
+            _native.split_master(values, weight, low)
+            self.store.write_range(unit, "weight", start_element, weight)
+            self.store.write_range(unit, "master_low", start_element, low)
+        elif (unit, "master") in self.layout.planes:
+            weight = np.empty(values.size, np.uint16)
+            _native.round_bf16(values, weight)
+            self.store.write_range(unit, "weight", start_element, weight)
+            self.store.write_range(unit, "master", start_element, values)
+        else:
+            self.store.write_range(unit, "weight", start_element, values)

@@ -1,0 +1,235 @@
+"""A small model in training, put together like the trainer does, with every budget in the test's hand; and its plain oracle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.device import CopyFaults, Device
+from tierstream.engine.meta_model import materialise_buffers
+from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.plan import TiersConfig, make_plan
+from tierstream.engine.runtime import Runtime, StepOutcome
+from tierstream.engine.state import PlaneWriter
+from tierstream.engine.sweep import Batch
+from tierstream.engine.units import find_units
+from tierstream.tiered.stats import Faults
+from tierstream.tiered.store import Store
+from tierstream.tiered.zarrdir import ZarrDirectory
+from tierstream.io.backend import open_backend
+
+VOCABULARY, HIDDEN, SEQ_LEN, ROWS = 259, 44, 16, 5
+LAYERS = 3
+
+_CONFIGS = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "mistral": transformers.MistralConfig,
+}
+
+
+def tiny_config(family: str = "llama", *, tied: bool = False, layers: int = LAYERS, **other: Any) -> Any:
+    """Odd sizes on purpose: no tensor is a multiple of 512 bytes."""
+    settings = dict(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=77, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=22, max_position_embeddings=64,
+        tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=None, use_cache=False,
+    )  # fmt: skip
+    return _CONFIGS[family](**{**settings, **other})
+
+
+def reference_model(config: Any, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+    """The plain transformers model with seeded weights; biases and norms are moved off 0 and 1, so that their gradients count."""
+    torch.manual_seed(11)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).train()
+
+
+def batches(count: int, *, rows: int = ROWS, seq_len: int = SEQ_LEN, seed: int = 5) -> list[Batch]:
+    """Random rows; some labels are not trained on, and documents begin anew inside rows."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        ids = torch.randint(3, VOCABULARY, (rows, seq_len + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+        made.append(
+            Batch(ids[:, :-1].contiguous(), labels, torch.arange(seq_len).repeat(rows, 1), int((labels != -100).sum()))
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that may vary between runs that must be equal to the bit."""
+
+    config: Any = field(default_factory=tiny_config)
+    dtype: str = "float32"
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.5, warmup_steps=2))
+    dram: int | None = None
+    gpu_all: bool = False
+    nvme: Path | None = None
+    policy: str = "lookahead"
+    prefetch: int | None = None
+    page: int = 8192
+    activations: str = "dram"
+    rows_per_chunk: int = ROWS
+    loss_chunk_tokens: int = 23
+    rows: int = ROWS
+    seq_len: int = SEQ_LEN
+    total_updates: int = 20
+    faults_seed: int | None = None
+    device: str = "cpu"
+    attention: str = "sdpa"
+    threads: int = 2
+
+    def but(self, **changes: Any) -> Setup:
+        return replace(self, **changes)
+
+
+class Rig:
+    """A runtime over a fresh store that holds the reference model's weights."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        faults = setup.faults_seed
+        self.device = Device(setup.device, CopyFaults(faults) if faults is not None else None)
+        model, hf_config = _meta(setup)
+        self.units = find_units(model)
+        tiers = TiersConfig(
+            gpu=ByteSize(1 << 40) if setup.gpu_all else None,
+            dram=None if setup.dram is None else ByteSize(setup.dram),
+            nvme_dirs=None if setup.nvme is None else [str(setup.nvme)],
+            policy=setup.policy,  # type: ignore[arg-type]
+            prefetch=None if setup.prefetch is None else ByteSize(setup.prefetch),
+            page=ByteSize(setup.page),
+            activations=setup.activations,  # type: ignore[arg-type]
+        )
+        self.plan, self.layout = make_plan(
+            tiers, setup.optimizer, self.units, hidden_size=hf_config.hidden_size, rows=setup.rows,
+            seq_len=setup.seq_len, device_in_host=setup.device == "cpu", available_bytes=4 << 30,
+        )  # fmt: skip
+        self.backend = open_backend("posix", threads=2) if setup.nvme is not None else None
+        directory = None
+        if self.backend is not None and setup.nvme is not None:
+            directory = ZarrDirectory.create([setup.nvme], self.layout, self.backend, {})
+        self.store = Store(
+            self.layout, dram_bytes=self.plan.dram_bytes, directory=directory, policy=setup.policy,
+            prefetch_bytes=self.plan.prefetch_bytes, writeback_bytes=self.plan.writeback_bytes,
+            debug=faults is not None, faults=None if faults is None else Faults(faults, 0.002),
+        )  # fmt: skip
+        self.reference = reference_model(setup.config, getattr(torch, setup.dtype), setup.attention)
+        write = PlaneWriter(self.store, self.layout)
+        values = dict(self.reference.named_parameters())
+        for unit in self.units.in_forward_order:
+            for tensor in unit.tensors:
+                write(unit.name, tensor.offset, values[tensor.name].detach().float().numpy())
+        materialise_buffers(model, None, setup.device)
+        self.runtime = Runtime(
+            model, self.units, self.layout, self.plan, self.store, self.device, setup.optimizer,
+            rows_per_chunk=setup.rows_per_chunk, loss_chunk_tokens=setup.loss_chunk_tokens,
+            total_updates=setup.total_updates, threads=setup.threads,
+        )  # fmt: skip
+
+    def train(self, steps: list[Batch]) -> list[StepOutcome]:
+        device = self.device.torch_device
+        moved = [Batch(b.input_ids.to(device), b.labels.to(device), b.position_ids.to(device), b.trained_tokens) for b in steps]
+        return [self.runtime.step(batch) for batch in moved]
+
+    def planes(self) -> dict[tuple[str, str], np.ndarray]:
+        """Content of every durable plane, pending update included."""
+        self.runtime.flush()
+        return {key: self.plane(*key) for key, spec in self.layout.planes.items() if spec.durable}
+
+    def plane(self, unit: str, plane: str) -> np.ndarray:
+        spec = self.layout.spec(unit, plane)
+        out = np.empty(spec.numel, {2: np.uint16, 4: np.float32}[spec.item_bytes])
+        self.store.read_range(unit, plane, 0, out)
+        return out
+
+    def tensors(self, plane: str = "weight") -> dict[str, torch.Tensor]:
+        """fp32 copies of one plane of every tensor, by parameter name."""
+        found = {}
+        for unit in self.units.in_forward_order:
+            flat = torch.from_numpy(self.plane(unit.name, plane))
+            flat = flat.view(torch.bfloat16).float() if flat.dtype == torch.uint16 else flat
+            found.update({t.name: flat[t.offset : t.end].view(t.shape) for t in unit.tensors})
+        return found
+
+    def close(self) -> None:
+        self.runtime.close()
+        self.store.close()
+        if self.backend is not None:
+            self.backend.close()
+
+
+@contextlib.contextmanager
+def rig(setup: Setup) -> Iterator[Rig]:
+    made = Rig(setup)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def same_bits(a: dict[Any, np.ndarray], b: dict[Any, np.ndarray]) -> list[Any]:
+    """Keys whose arrays differ in any bit (or that only one side has)."""
+    return [
+        key for key in a.keys() | b.keys() if key not in a or key not in b or a[key].tobytes() != b[key].tobytes()
+    ]
+
+
+def _meta(setup: Setup) -> tuple[Any, Any]:
+    from transformers import initialization
+
+    with torch.device("meta"), initialization.meta_device_safe_creation_ops():
+        model = transformers.AutoModelForCausalLM.from_config(
+            setup.config, dtype=getattr(torch, setup.dtype), attn_implementation=setup.attention
+        )
+    return model.train(), setup.config
+
+
+class PlainTraining:
+    """The same run in plain transformers and torch: full model, one autograd graph, torch.optim.AdamW on fp32 masters."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model = reference_model(setup.config, getattr(torch, setup.dtype), setup.attention)
+        self.masters = {name: p.detach().float().clone().requires_grad_() for name, p in self.model.named_parameters()}
+        decayed = [p for p in self.masters.values() if p.dim() >= 2]
+        plain = [p for p in self.masters.values() if p.dim() < 2]
+        o = setup.optimizer
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": o.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, foreach=False,
+        )  # fmt: skip
+
+    def step(self, batch: Batch, lr: float) -> tuple[float, float]:
+        """(loss, grad norm before clipping)."""
+        self.model.zero_grad()
+        logits = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        loss.backward()
+        for name, parameter in self.model.named_parameters():
+            self.masters[name].grad = parameter.grad.float()
+        clip = self.setup.optimizer.clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), clip if clip is not None else 1e30)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.masters[name])
+        return loss.item(), norm.item()
