@@ -1,0 +1,309 @@
+"""What a run tells about itself: its directory, one record per step, and the observer that shows it live.
+
+    run_dir/
+        config.yaml      every setting, defaults included; `tierstream train` reads it back
+        metrics.jsonl    one `StepMetrics` a line
+        result.json      the `RunSummary`, written when the run ends
+        checkpoints/     step-00000100/, ...
+        data/            what was prepared from the training data
+
+Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierstream.engine.config_file import dump
+from tierstream.io import durable
+from tierstream.io.errors import ConfigError, StorageError
+
+
+@dataclass(kw_only=True, slots=True)
+class StepMetrics:
+    """One step, one line of `metrics.jsonl`. Per-tier values are keyed by tier: `gpu`, `dram`, `nvme`."""
+
+    step: int
+    """Number of the step, from 1; a resumed run goes on counting."""
+    optimizer_step: int
+    """Updates applied once this step's own has been, skipped steps not counted: AdamW's `t`."""
+    loss: float
+    """Mean cross-entropy over the step's trained tokens, in nats."""
+    grad_norm: float
+    """Global L2 norm of the gradients *before* clipping."""
+    clip_factor: float
+    """What the gradients were multiplied with; 1: not clipped."""
+    lr: float
+    """Learning rate of this step's update."""
+    skipped: bool
+    """The gradients were not finite: nothing changed."""
+    skipped_total: int
+    """Skipped steps of the run so far, this one included."""
+    tokens: int
+    """Tokens of the step, padding not counted."""
+    trained_tokens: int
+    """Tokens of the step that count in the loss."""
+    step_s: float
+    """Wall-clock seconds of the step."""
+    tokens_per_s: float
+    """`tokens / step_s`."""
+    stall_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that the computation waited, by cause."""
+    bytes_read: dict[str, int] = field(default_factory=dict)
+    """Bytes that this step took out of the tier."""
+    bytes_written: dict[str, int] = field(default_factory=dict)
+    """Bytes that this step put into the tier."""
+    cache_hits: dict[str, int] = field(default_factory=dict)
+    """Page uses that found their page in the tier."""
+    cache_misses: dict[str, int] = field(default_factory=dict)
+    """Page uses that had to fetch their page from the tier below."""
+    host_peak_bytes: int = 0
+    """Largest resident set of the process so far."""
+    gpu_peak_bytes: int = 0
+    """Largest allocation on the device so far."""
+
+    def to_json(self) -> str:
+        """One line. Not-a-number stays visible as the token `NaN` (`Infinity`, `-Infinity`).
+
+        Python's json reads these tokens; a strict JSON reader refuses the line, which is better than a loss
+        of null or 0 that nobody notices.
+        """
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> StepMetrics:
+        """Raises ValueError or TypeError if `line` is no such record."""
+        return cls(**json.loads(line))
+
+
+@dataclass(kw_only=True, slots=True)
+class TierTotals:
+    """Traffic of one tier over a run."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    hits: int = 0
+    misses: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class RunSummary:
+    """The sum of the steps that this process ran; `result.json`."""
+
+    first_step: int | None = None
+    last_step: int | None = None
+    """Steps that this process ran, both included; None: none."""
+    loss: float | None = None
+    """Loss of the last step."""
+    tokens: int = 0
+    trained_tokens: int = 0
+    skipped_steps: int = 0
+    step_s: float = 0.0
+    """Wall-clock seconds within steps."""
+    stall_s: dict[str, float] = field(default_factory=dict)
+    tiers: dict[str, TierTotals] = field(default_factory=dict)
+    host_peak_bytes: int = 0
+    gpu_peak_bytes: int = 0
+    stopped: str | None = None
+    """Why the run ended before its last step; None: it did not."""
+    checkpoint: str | None = None
+    """The newest complete checkpoint."""
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Count one more step."""
+        self.first_step = metrics.step if self.first_step is None else self.first_step
+        self.last_step, self.loss = metrics.step, metrics.loss
+        self.tokens += metrics.tokens
+        self.trained_tokens += metrics.trained_tokens
+        self.skipped_steps += metrics.skipped
+        self.step_s += metrics.step_s
+        self.stall_s = dict(Counter(self.stall_s) + Counter(metrics.stall_s))
+        self.host_peak_bytes = max(self.host_peak_bytes, metrics.host_peak_bytes)
+        self.gpu_peak_bytes = max(self.gpu_peak_bytes, metrics.gpu_peak_bytes)
+        for name, per_tier in (
+            ("bytes_read", metrics.bytes_read),
+            ("bytes_written", metrics.bytes_written),
+            ("hits", metrics.cache_hits),
+            ("misses", metrics.cache_misses),
+        ):
+            for tier, count in per_tier.items():
+                totals = self.tiers.setdefault(tier, TierTotals())
+                setattr(totals, name, getattr(totals, name) + count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierPlan:
+    """What one tier is to hold: `used_bytes` of `limit_bytes` (None: no limit but the space that is free)."""
+
+    tier: str
+    holds: str
+    used_bytes: int
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """What is known before step 0."""
+
+    parameters: int
+    tokens_per_step: int
+    first_step: int
+    last_step: int
+    dtypes: Mapping[str, str]
+    """Plane -> dtype: weight, master, moments, gradient sum."""
+    tiers: tuple[TierPlan, ...]
+    bound_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each resource needs for one step: the largest is the bound. Empty: not measured."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Directory -> how bytes get there (`posix-direct`, `gds`, ...), with the reason."""
+
+    @property
+    def bound(self) -> tuple[str, float] | None:
+        """The resource that sets the bound, and its seconds per step."""
+        return max(self.bound_s.items(), key=lambda item: item[1], default=None)
+
+
+class Observer:
+    """Is told what the run does. This one keeps it to itself; the command line shows it."""
+
+    def on_plan(self, plan: PlanReport) -> None:
+        """Everything is decided, nothing has run."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """A step has ended and its record is in the file."""
+
+    def on_event(self, text: str) -> None:
+        """Something rare: resumed, checkpoint written, a fall-back taken and why."""
+
+    def on_end(self, summary: RunSummary) -> None:
+        """The last call of a run, unless an error ends it."""
+
+
+class RunDirectory:
+    """The directory of one run.
+
+    Args:
+        path: created if missing.
+        resume: the run goes on from a checkpoint, so what is there is its own.
+
+    Raises:
+        ConfigError: the directory holds another run's results and `resume` is off, or it is no directory.
+        StorageError: it cannot be created.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume: bool) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.result_path = self.path / "result.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.data = self.path / "data"
+        try:
+            for directory in (self.path, self.checkpoints, self.data):
+                directory.mkdir(parents=True, exist_ok=True)
+            if not resume:
+                self._refuse_overwriting()
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"run_dir is {self.path}, but {error.filename} is not a directory") from error
+        except OSError as error:
+            raise StorageError("creating the run directory", self.path, error) from error
+
+    def _refuse_overwriting(self) -> None:
+        found = [file.name for file in (self.metrics_path, self.result_path) if file.exists()]
+        found += sorted(f"{self.checkpoints.name}/{entry.name}" for entry in self.checkpoints.iterdir())[:1]
+        if found:
+            raise ConfigError(
+                f"run_dir {self.path} already holds a run ({', '.join(found)}); choose another run_dir, or "
+                "set checkpoint.resume to auto to go on with this one"
+            )
+
+    def write_config(self, config: Any) -> None:
+        """`config` (the tree of dataclasses) to `config.yaml`. Raises StorageError."""
+        durable.write_file(self.config_path, dump(config).encode())
+
+    def write_result(self, summary: RunSummary) -> None:
+        """`summary` to `result.json`, whole or not at all. Raises StorageError."""
+        text = json.dumps(dataclasses.asdict(summary), indent=2)
+        durable.write_file(self.result_path, (text + "\n").encode())
+
+
+class MetricsWriter:
+    """Appends one line per step; each is handed to the kernel at once, so it survives the process.
+
+    A resumed run repeats the steps after its checkpoint: their old lines are cut off first. Lines are in the
+    order of steps, so one `truncate` does it, and a crash at any instant leaves a file that the next resume cuts
+    at the same place. No step is ever in the file twice.
+
+    Args:
+        path: created if missing.
+        last_step: the step of the checkpoint that the run resumes from; 0: a new run.
+
+    Raises:
+        ConfigError: the file holds something else than such lines.
+        StorageError: it cannot be read or written.
+    """
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        self._path = path
+        try:
+            end = _end_of_step(path, last_step) if path.exists() else 0
+            self._file = path.open("ab")
+            self._file.truncate(end)
+        except OSError as error:
+            raise StorageError("opening", path, error) from error
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one line. Raises StorageError."""
+        try:
+            self._file.write(metrics.to_json().encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise StorageError("writing", self._path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """All complete lines of a `metrics.jsonl`; a last line without its end is the mark of a killed process.
+
+    Raises:
+        ConfigError: a line that is no record of a step.
+        OSError: the file cannot be read.
+    """
+    return [metrics for metrics, _ in _records(path)]
+
+
+def _end_of_step(path: Path, last_step: int) -> int:
+    """Offset behind the line of `last_step`, or of the last one before it."""
+    return max((end for metrics, end in _records(path) if metrics.step <= last_step), default=0)
+
+
+def _records(path: Path) -> Iterator[tuple[StepMetrics, int]]:
+    """(record, offset behind its line)"""
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            try:
+                metrics = StepMetrics.from_json(line.decode())
+            except (ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"{path}:{number}: is not the record of a step; move the file away"
+                ) from error
+            yield metrics, end
