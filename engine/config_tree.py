@@ -207,14 +207,15 @@ def nearest_keys(cls: type, key: str) -> list[str]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ between two nested dicts; a key that is absent counts as None."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = dict(flatten(before)), dict(flatten(now))
     keys = dict.fromkeys([*old, *new])
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested dicts."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -216,7 +216,8 @@ class RunDirectory:
             raise StorageError("creating the run directory", self.path, error) from error
 
     def _refuse_overwriting(self) -> None:
-        found = [file.name for file in (self.metrics_path, self.result_path) if file.exists()]
+        results = (self.metrics_path, self.result_path)
+        found = [file.name for file in results if file.exists() and file.stat().st_size]
         found += sorted(f"{self.checkpoints.name}/{entry.name}" for entry in self.checkpoints.iterdir())[:1]
         if found:
             raise ConfigError(
@@ -238,8 +239,8 @@ class MetricsWriter:
     """Appends one line per step; each is handed to the kernel at once, so it survives the process.
 
     A resumed run repeats the steps after its checkpoint: their old lines are cut off first. Lines are in the
-    order of steps, so one `truncate` does it, and a crash at any instant leaves a file that the next resume cuts
-    at the same place. No step is ever in the file twice.
+    order of steps, so one `truncate` does it, and a crash at any instant leaves a file that the next resume
+    cuts at the same place. No step is ever in the file twice.
 
     Args:
         path: created if missing.

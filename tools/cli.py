@@ -1,0 +1,91 @@
+"""The command `tierstream`: finds the subcommand, and turns errors into messages and exit statuses.
+
+0    done
+1    a bug in tierstream: traceback
+2    something the user can put right: one message
+3    the run stopped itself; nothing was lost
+130  interrupted
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from tierstream.io.errors import ConfigError, TierstreamError
+
+#: Subcommand -> what it is for. Each is a module with a `main(args)`, imported when it is asked for.
+COMMANDS = {
+    "train": "train a model: tierstream train RUN.yaml [--section.key value ...]",
+    "inspect": "what a run or a checkpoint holds: tierstream inspect RUN_OR_CHECKPOINT",
+    "verify": "check every byte of a checkpoint: tierstream verify RUN_OR_CHECKPOINT",
+    "export": "write a Hugging Face model: tierstream export RUN_OR_CHECKPOINT OUT",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own). Returns the exit status."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except TierstreamError as error:
+        return _fail(str(error), error.exit_status)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output has gone, as in `tierstream inspect RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            return _bug()
+        return _fail(f"{error.filename}: {error.strerror}", 2)
+    except Exception:
+        return _bug()
+
+
+def _dispatch(args: list[str]) -> int:
+    name = args[0] if args else "--help"
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0 if args else 2
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"tierstream {version('tierstream')}")
+        return 0
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {name}; {hint}")
+    status: int = importlib.import_module(f"tierstream.tools.{name}").main(args[1:])
+    return status
+
+
+def _usage() -> str:
+    lines = [
+        "usage: tierstream COMMAND ...",
+        "",
+        "Train language models larger than host memory, at full precision.",
+        "",
+    ]
+    lines += [f"  {name:8} {purpose}" for name, purpose in COMMANDS.items()]
+    lines += ["", "`tierstream COMMAND --help` lists the options of a command."]
+    return "\n".join(lines)
+
+
+def _fail(message: str, status: int) -> int:
+    sys.stdout.flush()
+    print(f"tierstream: error: {message}", file=sys.stderr)
+    return status
+
+
+def _bug() -> int:
+    sys.stdout.flush()
+    traceback.print_exc()
+    print(
+        "tierstream: this is a bug in tierstream; please report it with the traceback above", file=sys.stderr
+    )
+    return 1

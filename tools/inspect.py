@@ -1,0 +1,112 @@
+"""`tierstream inspect RUN_OR_CHECKPOINT`"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tierstream.engine.checkpoint import checkpoints
+from tierstream.engine.config import RunConfig
+from tierstream.engine.config_file import load
+from tierstream.engine.config_tree import REQUIRED, convert, flatten, leaves, to_plain
+from tierstream.engine.metrics import read_metrics
+from tierstream.io.sizes import format_bytes
+from tierstream.tiered.layout import PlaneSpec
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tools.checkpoints import find_checkpoint
+from tierstream.tools.options import NoOptions, parse_options, shown, take_positionals
+from tierstream.tools.tables import count, open_console, table
+
+_DESCRIPTION = (
+    "What a run or a checkpoint holds: step, planes, bytes, number formats, and the settings that are not "
+    "the defaults. Of a run: how far it has come, its checkpoints, and the newest of them in full."
+)
+
+
+def main(args: Sequence[str]) -> int:
+    """The command with its arguments. Returns the exit status; raises TierstreamError."""
+    names, options = take_positionals(args, ["RUN_OR_CHECKPOINT"], "tierstream inspect")
+    parse_options(NoOptions, options, prog="tierstream inspect RUN_OR_CHECKPOINT", description=_DESCRIPTION)
+    console, path = open_console(sys.stdout), Path(names[0])
+    is_run = (path / "config.yaml").is_file()
+    if is_run:
+        _print_run(console, path)
+    if not is_run or checkpoints(path / "checkpoints"):
+        newest = find_checkpoint(path)
+        snapshot = Snapshot.open(newest)
+        _print_checkpoint(console, newest, snapshot)
+        _print_settings(console, snapshot.state.get("config", {}), path / "config.yaml" if is_run else None)
+    return 0
+
+
+def _print_run(console: Console, path: Path) -> None:
+    metrics_path = path / "metrics.jsonl"
+    steps = read_metrics(metrics_path) if metrics_path.is_file() else []
+    console.print(f"run {path}", soft_wrap=True)
+    if steps:
+        last = steps[-1]
+        skipped = f", {last.skipped_total} skipped" if last.skipped_total else ""
+        console.print(f"step {last.step}{skipped}: loss {last.loss:.4f}, {count(last.tokens_per_s)} tok/s")
+    else:
+        console.print("no step yet")
+    found = [str(step) for step, _ in checkpoints(path / "checkpoints")]
+    console.print(f"checkpoints of steps {', '.join(found)}" if found else "no checkpoint yet")
+
+
+def _print_checkpoint(console: Console, path: Path, snapshot: Snapshot) -> None:
+    state = snapshot.state
+    console.print(f"\ncheckpoint {path}", soft_wrap=True)
+    console.print(
+        f"step {state['step']}, {state['applied_updates']} updates, {state['skipped_total']} skipped steps"
+    )
+    kinds: dict[tuple[str, str], list[PlaneSpec]] = {}
+    for spec in snapshot.planes.values():
+        kinds.setdefault((spec.plane, spec.dtype), []).append(spec)
+    rows = [
+        (plane, dtype, str(len(specs)), format_bytes(sum(spec.nbytes for spec in specs)))
+        for (plane, dtype), specs in kinds.items()
+    ]
+    console.print(table("Planes", ("plane", "dtype", "units", "bytes"), rows, text_columns=2))
+    weights = [spec for spec in snapshot.planes.values() if spec.plane == "weight"]
+    parameters = sum(tensor.numel for spec in weights for tensor in spec.tensors)
+    nbytes = format_bytes(snapshot.layout.nbytes(durable=True))
+    page = format_bytes(snapshot.layout.page_bytes)
+    console.print(f"{count(parameters)} parameters, {nbytes} in pages of {page}")
+
+
+def _print_settings(console: Console, saved: Mapping[str, Any], config_path: Path | None) -> None:
+    """The checkpoint's settings that are not the defaults, and where the run's `config.yaml` differs by
+    now."""
+    settings = dict(_normalised(flatten(saved)))
+    defaults = {key: leaf.default for key, leaf in leaves(RunConfig).items()}
+    rows = [
+        (key, shown(value), "" if defaults.get(key, REQUIRED) is REQUIRED else shown(defaults[key]))
+        for key, value in settings.items()
+        if defaults.get(key, REQUIRED) != value
+    ]
+    console.print(table("Settings", ("key", "value", "default"), rows, text_columns=3))
+    if config_path is not None:
+        now = dict(_normalised(flatten(to_plain(load(RunConfig, config_path)))))
+        changed = [
+            (key, shown(settings[key]), shown(now[key]))
+            for key in now
+            if settings.get(key, now[key]) != now[key]
+        ]
+        if changed:
+            columns = ("key", "in the checkpoint", "in config.yaml")
+            console.print(table("Changed since", columns, changed, text_columns=3))
+
+
+def _normalised(settings: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    """Settings as the configuration holds them (sizes as `ByteSize`); what this version does not know stays
+    as it is."""
+    known = leaves(RunConfig)
+    for key, value in settings:
+        try:
+            yield key, convert(value, known[key].hint)
+        except (KeyError, ValueError):
+            yield key, value

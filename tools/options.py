@@ -1,0 +1,177 @@
+"""Command-line options from a tree of configuration dataclasses, by tyro.
+
+tyro cuts the command line into options and renders the help; it sees a *draft* of the tree whose leaves are
+the texts as typed. What they mean is settled where it is for a run file, in
+`tierstream.engine.config_tree.build`: a value has one meaning and one error message wherever it was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import tyro
+
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.config_file import parse_scalar
+from tierstream.engine.config_tree import (
+    REQUIRED,
+    Given,
+    Leaf,
+    build,
+    convert,
+    leaves,
+    nearest_keys,
+    option,
+    sections,
+)
+from tierstream.io.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
+#: What a draft's leaf holds when the command line does not mention it.
+_UNSET = object()
+
+
+def parse_options(
+    cls: type[ConfigT],
+    args: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    given: Mapping[str, Given] | None = None,
+    source: str = "command line",
+) -> ConfigT:
+    """The configuration that `given`, changed by the options in `args`, describes. `--help` prints and exits.
+
+    Args:
+        prog: the command with its positional arguments, for the usage line.
+        given: what a run file sets; the help shows these values as the defaults.
+        source: name of that file.
+
+    Raises:
+        ConfigError: an option or value that is wrong.
+    """
+    given = given or {}
+    draft = _draft(cls, "", leaves(cls), given)
+    parsed, rest = tyro.cli(draft, args=args, prog=prog, description=description, return_unknown_args=True)
+    if rest:
+        raise ConfigError(_unexpected(cls, rest[0], prog))
+    typed = {key: _given(texts, leaves(cls)[key]) for key, texts in _texts(parsed, "")}
+    return build(cls, {**given, **typed}, f"{source} with the options given" if typed and given else source)
+
+
+@dataclasses.dataclass(kw_only=True)
+class NoOptions:
+    """For commands that have none but --help."""
+
+
+def take_positionals(args: Sequence[str], names: Sequence[str], command: str) -> tuple[list[str], list[str]]:
+    """The leading positional arguments called `names`, and the rest; fewer if `--help` is asked for.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    count = next((i for i, arg in enumerate(args) if arg.startswith("-")), len(args))
+    taken = list(args[: min(count, len(names))])
+    if len(taken) < len(names) and not {"-h", "--help"} & set(args):
+        raise ConfigError(f"{names[len(taken)]} is missing; usage: {command} {' '.join(names)} [options]")
+    return taken, list(args[len(taken) :])
+
+
+def _draft(cls: type, prefix: str, known: Mapping[str, Leaf], given: Mapping[str, Given]) -> type:
+    nested = sections(cls)
+    fields: list[Any] = []
+    for spec in dataclasses.fields(cls):
+        key = prefix + spec.name
+        if spec.name in nested:
+            fields.append((spec.name, _draft(nested[spec.name], f"{key}.", known, given)))
+        else:
+            unset = dataclasses.field(default=_UNSET)
+            fields.append((spec.name, _draft_type(known[key], given.get(key)), unset))
+    namespace = {"__doc__": cls.__doc__ if prefix else ""}
+    return dataclasses.make_dataclass(cls.__name__, fields, kw_only=True, namespace=namespace)
+
+
+def _draft_type(leaf: Leaf, given: Given | None) -> Any:
+    default = leaf.default if given is None else given.value
+    hint = "(required)" if default is REQUIRED else f"(default: {shown(default)})"
+    # nargs "*" for all: how many values an option takes is checked in `_given`, which knows how to say it.
+    texts = tyro.constructors.PrimitiveConstructorSpec[Any](
+        nargs="*",
+        metavar=metavar(leaf.hint),
+        instance_from_str=list,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [""],
+    )
+    return Annotated[object, texts, tyro.conf.arg(help=leaf.doc, help_behavior_hint=hint)]
+
+
+def _texts(parsed: Any, prefix: str) -> Iterable[tuple[str, list[str]]]:
+    for spec in dataclasses.fields(parsed):
+        value = getattr(parsed, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from _texts(value, f"{prefix}{spec.name}.")
+        elif value is not _UNSET:
+            yield prefix + spec.name, value
+
+
+def _given(texts: list[str], leaf: Leaf) -> Given:
+    where = option(leaf.key)
+    lists = [member for member in _members(leaf.hint) if get_origin(member) is list]
+    if lists and texts != ["null"]:
+        (item_hint,) = get_args(lists[0])
+        return Given([_meaning(text, item_hint) for text in texts], where)
+    if len(texts) != 1:
+        raise ConfigError(f"{where} takes one value, got {len(texts)}: {' '.join(texts)}".rstrip(": "))
+    return Given(_meaning(texts[0], leaf.hint), where)
+
+
+def _meaning(text: str, hint: Any) -> Any:
+    """What `text` would be in a run file, or else the text itself: a name like 2024 needs no quotes here."""
+    value = parse_scalar(text)
+    try:
+        return convert(value, hint)
+    except ValueError:
+        return text if str in _members(hint) else value
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _unexpected(cls: type, argument: str, prog: str) -> str:
+    if not argument.startswith("-"):
+        return f"unexpected argument {argument!r}; options are written --key value"
+    name = argument.split("=")[0]
+    nearest = " or ".join(option(key) for key in nearest_keys(cls, name.lstrip("-")))
+    hint = f"did you mean {nearest}?" if nearest else f"`{prog} --help` lists the known ones"
+    return f"unknown option {name}; {hint}"
+
+
+def metavar(hint: Any) -> str:
+    """Type of a setting as the help shows it, e.g. `SIZE|null`, `{sdpa,eager}`, `TEXT ...`."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return "|".join(metavar(member) for member in get_args(hint))
+    if origin is Literal:
+        return "{" + ",".join(map(str, get_args(hint))) + "}"
+    if origin is list:
+        return metavar(*get_args(hint)) + " ..."
+    names = {
+        int: "INT",
+        float: "FLOAT",
+        bool: "{true,false}",
+        str: "TEXT",
+        ByteSize: "SIZE",
+        NoneType: "null",
+    }
+    return names[hint]
+
+
+def shown(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

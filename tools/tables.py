@@ -1,0 +1,119 @@
+"""Tables for the screen: the plan before the first step, the traffic after the last. At most 80 columns
+wide."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tierstream.engine.metrics import PlanReport, RunSummary
+from tierstream.io.sizes import format_bytes
+
+WIDTH_COLUMNS = 80
+
+
+def open_console(stream: TextIO) -> Console:
+    """A console for plain text and tables: colours only on a terminal, ASCII lines where the encoding wants
+    them."""
+    width = min(WIDTH_COLUMNS, shutil.get_terminal_size((WIDTH_COLUMNS, 24)).columns)
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1
+) -> Table:
+    """A table whose first `text_columns` columns are text (left), the others numbers (right)."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index < text_columns else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def print_plan(console: Console, plan: PlanReport) -> None:
+    """What is decided before the first step: bytes per tier, number formats, paths to the drives, the
+    bound."""
+    dtypes = ", ".join(f"{plane} {dtype}" for plane, dtype in plan.dtypes.items())
+    console.print(f"{count(plan.parameters)} parameters: {dtypes}")
+    console.print(
+        f"steps {plan.first_step} to {plan.last_step}, {plan.tokens_per_step:,} tokens per step",
+        soft_wrap=True,
+    )
+    rows = [
+        (tier.tier, tier.holds, format_bytes(tier.used_bytes), _limit(tier.limit_bytes))
+        for tier in plan.tiers
+    ]
+    console.print(table("Plan", ("tier", "holds", "bytes", "of"), rows, text_columns=2))
+    for directory, path in plan.paths.items():
+        console.print(f"{directory}: {path}", soft_wrap=True)
+    if plan.bound is not None:
+        resource, seconds = plan.bound
+        by_time = sorted(plan.bound_s.items(), key=lambda item: -item[1])
+        console.print(f"A step takes at least {seconds:.3g} s, set by {resource}")
+        console.print(f"  ({', '.join(f'{name} {value:.3g} s' for name, value in by_time)})")
+
+
+def print_summary(console: Console, summary: RunSummary) -> None:
+    """What the run has moved, and what it has waited for."""
+    if summary.last_step is None or summary.step_s <= 0:
+        console.print("No step was left to run")
+    else:
+        _print_steps(console, summary, summary.step_s)
+    if summary.stopped is not None:
+        console.print(f"Stopped early: {summary.stopped}")
+    if summary.checkpoint is not None:
+        console.print(f"checkpoint {summary.checkpoint}", soft_wrap=True)
+
+
+def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
+    rows = []
+    for tier, totals in summary.tiers.items():
+        moved = (totals.bytes_read, totals.bytes_written)
+        uses = totals.hits + totals.misses
+        rows.append(
+            (
+                tier,
+                *(format_bytes(nbytes) for nbytes in moved),
+                *(f"{nbytes / step_s / 1e9:.2f}" for nbytes in moved),
+                f"{100 * totals.hits / uses:.1f} %" if uses else "-",
+            )
+        )
+    if rows:
+        columns = ("tier", "read", "written", "read GB/s", "written GB/s", "hit rate")
+        console.print(table("Traffic", columns, rows))
+    waits = sorted(summary.stall_s.items(), key=lambda item: -item[1])
+    if waits:
+        stalls = [(cause, f"{seconds:.2f}", f"{100 * seconds / step_s:.1f} %") for cause, seconds in waits]
+        console.print(table("Waiting", ("for", "s", "of the time"), stalls))
+    skipped = f", {summary.skipped_steps} skipped" if summary.skipped_steps else ""
+    console.print(
+        f"steps {summary.first_step} to {summary.last_step}{skipped}: loss {summary.loss:.4f}, "
+        f"{summary.tokens:,} tokens in {step_s:.1f} s ({count(summary.tokens / step_s)} tok/s)"
+    )
+    peaks = [("host", summary.host_peak_bytes), ("gpu", summary.gpu_peak_bytes)]
+    shown = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in peaks if nbytes)
+    if shown:
+        console.print(f"peak memory: {shown}")
+
+
+def _limit(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)
+
+
+def count(value: float) -> str:
+    """Three significant digits with k, M, G, T: 12345 gives "12.3k"."""
+    for suffix in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return (
+                f"{value:.0f}{suffix}"
+                if abs(value) >= 99.95 or value == int(value)
+                else f"{value:.3g}{suffix}"
+            )
+        value /= 1000
+    return f"{value:.3g}T"

@@ -1,0 +1,43 @@
+"""`tierstream train RUN.yaml [--section.key value ...]`"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierstream.engine.config import RunConfig
+from tierstream.engine.config_file import read
+from tierstream.tools.live import ConsoleObserver
+from tierstream.tools.options import parse_options, take_positionals
+
+_DESCRIPTION = (
+    "Train a model as RUN.yaml says. An option --section.key changes the key of that section in the file; "
+    "values are written as there (null, true, 1e-4, 8GiB). A SIZE is a number of bytes, or a number with a "
+    "unit: KiB, MiB, GiB, TiB (1024) or kB, MB, GB, TB (1000). Relative paths are relative to the current "
+    "directory, also those in the file. `tierstream train RUN.yaml --help` shows the file's own values."
+)
+
+
+def main(args: Sequence[str]) -> int:
+    """The command with its arguments. Returns the exit status; raises TierstreamError."""
+    files, options = take_positionals(args, ["RUN.yaml"], "tierstream train")
+    config = parse_options(
+        RunConfig,
+        options,
+        prog="tierstream train RUN.yaml",
+        description=_DESCRIPTION,
+        given=read(RunConfig, Path(files[0])) if files else {},
+        source=files[0] if files else "RUN.yaml",
+    )
+    return run_train(config)
+
+
+def run_train(config: RunConfig) -> int:
+    """Train, with the run shown on standard output. Returns the exit status; raises TierstreamError."""
+    from tierstream.engine.trainer import (
+        Trainer,  # torch takes seconds to import; a bad option is told before
+    )
+
+    with ConsoleObserver() as observer:
+        Trainer(config, observer).run()
+    return 0
