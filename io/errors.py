@@ -1,13 +1,14 @@
 """The one tree of errors.
 
-Everything that a user can cause (a bad file, a full disk, a wrong key, too small a budget) is raised as a subclass of
-`TierstreamError` whose text names the file or key, the value, the limit and the remedy. The command line prints that text
-without a traceback and exits with `exit_status`. A broken promise inside the program is an `InvariantError`: a bug, shown with
-its traceback.
+Everything that a user can cause (a bad file, a full disk, a wrong key, too small a budget) is raised as a
+subclass of `TierstreamError` whose text names the file or key, the value, the limit and the remedy. The
+command line prints that text without a traceback and exits with `exit_status`. A broken promise inside the
+program is an `InvariantError`: a bug, shown with its traceback.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -26,7 +27,7 @@ class BudgetError(TierstreamError):
 
 
 class ModelSourceError(TierstreamError):
-    """A model directory that cannot be loaded: a missing shard, a truncated file, NaN weights, a missing key."""
+    """A model directory that cannot be loaded: a missing shard or key, a truncated file, NaN weights."""
 
 
 class DataError(TierstreamError):
@@ -37,6 +38,18 @@ class CheckpointError(TierstreamError):
     """A checkpoint that is incomplete, damaged or does not fit the run."""
 
 
+_REMEDIES = {
+    errno.ENOSPC: "the drive is full: free space there or choose a directory on another drive",
+    errno.EDQUOT: "the disk quota is used up: free space there or choose a directory on another drive",
+    errno.EACCES: "the user who runs tierstream needs access to it",
+    errno.EPERM: "the user who runs tierstream needs access to it",
+    errno.EROFS: "the file system is mounted read-only: choose another directory",
+    errno.EMFILE: "too many files are open in this process: raise `ulimit -n`",
+    errno.ELOOP: "its symbolic links lead in a circle",
+    errno.EIO: "the drive failed or was taken away: see `dmesg`",
+}
+
+
 class StorageError(TierstreamError):
     """A system call on a file failed.
 
@@ -45,7 +58,7 @@ class StorageError(TierstreamError):
         path: the file or directory.
         cause: the operating system's error, or None for a short file.
         offset: byte offset of the failed transfer, if it was one.
-        detail: extra facts (bytes wanted, bytes free) and the remedy.
+        detail: extra facts (bytes wanted, bytes free) and the remedy; a general remedy where empty.
     """
 
     def __init__(
@@ -61,9 +74,9 @@ class StorageError(TierstreamError):
         self.errno = cause.errno if cause is not None else None
         self.offset = offset
         at = f" at byte {offset}" if offset is not None else ""
-        why = f": {os.strerror(cause.errno)} (errno {cause.errno})" if cause is not None and cause.errno else ""
-        extra = f"; {detail}" if detail else ""
-        super().__init__(f"{action} {self.path}{at} failed{why}{extra}")
+        why = f": {os.strerror(self.errno)} (errno {self.errno})" if self.errno else ""
+        remedy = detail or _REMEDIES.get(self.errno or 0, "")
+        super().__init__(f"{action} {self.path}{at} failed{why}{f'; {remedy}' if remedy else ''}")
 
 
 class TrainingStopped(TierstreamError):

@@ -1,0 +1,10 @@
+"""Moving bytes between memory and files: backends, durable writes, drives, memory limits. Knows nothing of
+models or tensors.
+
+- `errors`: the one tree of errors
+- `seam`: every system call on a file, replaceable by tests
+- `backend`: what a backend is, and `open_backend`; `posix` and `kvikio_backend` are the two there are
+- `durable`: files and directories that are complete or not there
+- `drives`: checks, lock and spread of the directories that hold the state
+- `memory`: how much memory this process may take
+"""
