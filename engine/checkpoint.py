@@ -88,14 +88,14 @@ def find_resume(resume: str, directory: Path, run_id: str | None) -> Snapshot | 
 
 
 def save(store: Store, directory: Path, step: int, state: Mapping[str, object], keep: int) -> Path:
-    """Write the checkpoint of `step`, then remove older ones beyond `keep` and what a crash left half-written."""
+    """Write the checkpoint of `step`, then remove this run's older ones beyond `keep`, and what a crash left half-written."""
     path = checkpoint_path(directory, step)
     if path.exists():
         durable.remove_tree(path)
     write_snapshot(store, path, dict(state))
-    for _, old in checkpoints(directory)[:-keep]:
-        if old != path:
-            durable.remove_tree(old)
+    own = [old for _, old in checkpoints(directory) if _run_id(old) == state.get("run_id")]
+    for old in own[:-keep]:
+        durable.remove_tree(old)
     for leftover in _entries(directory):
         if leftover.name.endswith(".tmp"):
             durable.remove_tree(leftover)
@@ -124,6 +124,22 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
             + "\n  ".join(different)
             + "\nset the values back, or list the keys in checkpoint.allow_changed"
         )
+
+
+def check_same_data(saved: str | None, current: str) -> None:
+    """Raises CheckpointError if the token stream is not the one that the checkpoint was trained on."""
+    if saved is not None and saved != current:
+        raise CheckpointError(
+            f"the training data or the tokenizer changed since the checkpoint (fingerprint {saved[:12]} then, {current[:12]} now); "
+            "restore the files, or start a new run from an export of the checkpoint"
+        )
+
+
+def _run_id(path: Path) -> object:
+    try:
+        return Snapshot.open(path).state.get("run_id")
+    except CheckpointError:
+        return None  # a damaged one is left for a person to look at
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -8,6 +8,7 @@ gives the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,23 @@ from tierstream.engine.units import ModelUnits, activation_unit
 from tierstream.engine.update import UpdateDriver
 from tierstream.tiered.layout import Layout, Page, Unit
 from tierstream.tiered.store import Intent, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Counters since the run began, by tier; `since` gives what came between two readings."""
+
+    bytes_read: dict[str, int]
+    bytes_written: dict[str, int]
+    hits: dict[str, int]
+    misses: dict[str, int]
+    stall_s: dict[str, float]
+
+    def since(self, earlier: Traffic) -> Traffic:
+        def minus(name: str) -> dict[str, Any]:
+            return {key: value - getattr(earlier, name)[key] for key, value in getattr(self, name).items()}
+
+        return Traffic(*(minus(field.name) for field in dataclasses.fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +130,18 @@ class Runtime:
         self.store.begin_step(pages, self._following)
         self.updates.begin(pending, unlimited=True)
         self.updates.finish()
+
+    def traffic(self) -> Traffic:
+        """What has moved so far. `gpu` counts uploads and downloads, `dram` page uses, `nvme` I/O."""
+        store = self.store.stats
+        up, down = self.uploader, self.downloader
+        return Traffic(
+            bytes_read={"gpu": down.bytes_down, "dram": up.bytes_up, "nvme": store.nvme_bytes_read},
+            bytes_written={"gpu": up.bytes_up, "dram": down.bytes_down, "nvme": store.nvme_bytes_written},
+            hits={"gpu": up.hits, "dram": store.hits + store.prefetched},
+            misses={"gpu": up.misses, "dram": store.misses},
+            stall_s={"nvme_read": store.read_wait_s, "dram_frame": store.frame_wait_s},
+        )
 
     def close(self) -> None:
         """Stop all threads, whatever state they are in. The store stays open: it belongs to the caller."""

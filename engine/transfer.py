@@ -129,15 +129,22 @@ class Uploader:
         self._plan: StepPlan | None = None
         self._error: BaseException | None = None
         self._aborted = False
-        self.bytes_up = 0
+        self.bytes_up = self.hits = self.misses = 0
 
     def plan(self, uploads: Sequence[Upload], *, stale: bool) -> StepPlan:
-        """Slots for a step's uploads. `stale`: what the slots hold was updated since, so nothing of it may be used."""
+        """Slots for a step's uploads.
+
+        Args:
+            stale: the weights in the slots were updated since, so none of them may be used. Activations never outlive a step.
+        """
         by_group: dict[str, list[int]] = {}
         for index, upload in enumerate(uploads):
             by_group.setdefault(upload.group, []).append(index)
         assignments: list[Assignment | None] = [None] * len(uploads)
-        held_after = {name: [None] * len(held) if stale else list(held) for name, held in self._held.items()}
+        held_after = {
+            name: [None if stale or (content and content[1] == "activation") else content for content in held]
+            for name, held in self._held.items()
+        }
         for group, indices in by_group.items():
             chosen, held_after[group] = assign_slots([uploads[i] for i in indices], held_after[group])
             for index, assignment in zip(indices, chosen, strict=True):
@@ -197,6 +204,8 @@ class Uploader:
     def _run(self, plan: StepPlan) -> None:
         try:
             for index, (upload, assignment) in enumerate(zip(plan.uploads, plan.assignments, strict=True)):
+                self.hits += not assignment.fetch
+                self.misses += assignment.fetch
                 if assignment.fetch:
                     self._fill(upload, assignment, self._slot(index))
                 with self._state:

@@ -1,0 +1,172 @@
+"""Puts a run's parts together: the drives, the store with its first values, and the runtime over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierstream.engine import initialise, source
+from tierstream.engine.config import RunConfig
+from tierstream.engine.device import Device
+from tierstream.engine.meta_model import materialise_buffers
+from tierstream.engine.plan import Plan
+from tierstream.engine.runtime import Runtime
+from tierstream.engine.safetensors_dir import open_checkpoint
+from tierstream.engine.state import PlaneWriter
+from tierstream.engine.units import ModelUnits
+from tierstream.io import drives
+from tierstream.io.backend import Backend, open_backend
+from tierstream.io.errors import StorageError
+from tierstream.tiered.layout import Layout
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.store import Store
+from tierstream.tiered.zarrdir import ZarrDirectory
+
+#: Folder that a run makes in each of `tiers.nvme_dirs`; nothing else there is touched.
+STATE_FOLDER = "tierstream-state"
+
+
+@dataclass(frozen=True)
+class Drives:
+    """The NVMe tier of a run."""
+
+    backend: Backend
+    directory: ZarrDirectory
+
+    def close(self) -> None:
+        self.directory.close()
+        self.backend.close()
+
+
+def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
+    """Refuse a run whose files cannot fit, before anything is written.
+
+    Needs of folders on one file system are added: the state and what may spill on the drives, and `keep + 1` checkpoints in the
+    run directory, since an old one is removed only when its successor is durable.
+
+    Raises:
+        StorageError: names the directory, the bytes needed and the bytes free.
+    """
+    needs: list[tuple[Path, int]] = []
+    roots = [Path(name) for name in config.tiers.nvme_dirs or []]
+    for root in roots:
+        needs.append((root, -(-(plan.nvme_bytes + plan.spill_bytes) // len(roots))))
+    if config.checkpoint.every_steps is not None or config.checkpoint.at_end:
+        saves = 1 if config.checkpoint.every_steps is None else config.checkpoint.keep + 1
+        needs.append((run_dir, saves * plan.durable_bytes))
+    together: dict[int, int] = {}
+    for path, need in needs:
+        if not path.exists():
+            drives.check_directory(path, 0)  # raises: missing
+        device = os.stat(path).st_dev
+        together[device] = together.get(device, 0) + need
+        drives.check_directory(path, together[device])
+
+
+def open_drives(config: RunConfig, layout: Layout, attributes: dict[str, object]) -> Drives | None:
+    """Create the state's files on the drives; None where the state lives in DRAM.
+
+    Raises:
+        StorageError: a directory is missing, full, not writable, or in use by another run.
+    """
+    if config.tiers.nvme_dirs is None:
+        return None
+    backend = open_backend(config.tiers.backend, threads=config.tiers.io_threads)
+    try:
+        roots = [Path(name) / STATE_FOLDER for name in config.tiers.nvme_dirs]
+        return Drives(backend, ZarrDirectory.create(roots, layout, backend, attributes))
+    except BaseException:
+        backend.close()
+        raise
+
+
+def build_store(
+    config: RunConfig, layout: Layout, plan: Plan, tier: Drives | None, device: Device, debug: bool
+) -> Store:
+    """The store, with its DRAM pinned where the device is a GPU."""
+    register, unregister = _cuda_pinning() if device.is_cuda else (None, None)
+    return Store(
+        layout,
+        dram_bytes=plan.dram_bytes,
+        directory=tier.directory if tier else None,
+        policy=config.tiers.policy,
+        prefetch_bytes=plan.prefetch_bytes,
+        writeback_bytes=plan.writeback_bytes,
+        register=register,
+        unregister=unregister,
+        debug=debug,
+    )
+
+
+def fill_state(
+    config: RunConfig, model: Any, units: ModelUnits, layout: Layout, store: Store, snapshot: Snapshot | None, device: Device
+) -> str:
+    """First values of every plane and buffer, from a checkpoint, a model directory or an initialisation; says which.
+
+    Raises:
+        ModelSourceError, CheckpointError, StorageError: what cannot be read, before anything is trained on.
+    """
+    write = PlaneWriter(store, layout)
+    plan = None
+    if config.model.path is not None:
+        plan = source.plan_load(model, open_checkpoint(config.model.path))
+    if snapshot is not None:
+        snapshot.restore(store)
+        origin = f"step {snapshot.state['step']} of a checkpoint"
+    elif plan is not None:
+        source.load_weights(plan, units.in_forward_order, write)
+        origin = f"weights of {config.model.path}"
+    else:
+        initialise.init_weights(model, units.in_forward_order, config.train.seed, write)
+        origin = f"random weights (seed {config.train.seed})"
+    materialise_buffers(model, plan, device.torch_device)
+    return origin
+
+
+def build_runtime(
+    config: RunConfig, model: Any, units: ModelUnits, layout: Layout, plan: Plan, store: Store, device: Device, applied: int
+) -> Runtime:
+    return Runtime(
+        model,
+        units,
+        layout,
+        plan,
+        store,
+        device,
+        config.optimizer,
+        rows_per_chunk=config.train.rows_per_chunk or config.train.rows_per_step,
+        loss_chunk_tokens=config.train.loss_chunk_tokens,
+        total_updates=config.train.steps,
+        applied_updates=applied,
+        threads=update_threads(config),
+    )
+
+
+def update_threads(config: RunConfig) -> int:
+    return config.optimizer.threads or torch.get_num_threads()
+
+
+def set_determinism(config: RunConfig) -> None:
+    """Deterministic kernels, as torch documents them; must run before the first CUDA call."""
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.train.deterministic)
+
+
+def _cuda_pinning() -> tuple[Callable[[int, int], None], Callable[[int], None]]:
+    runtime = torch.cuda.cudart()
+
+    def register(address: int, nbytes: int) -> None:
+        status = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if status:
+            raise StorageError("pinning host memory", "<arena>", detail=f"cudaHostRegister of {nbytes} bytes gave error {status}")
+
+    def unregister(address: int) -> None:
+        runtime.cudaHostUnregister(address)
+
+    return register, unregister

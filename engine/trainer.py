@@ -1,0 +1,279 @@
+"""A run from its configuration to its last checkpoint. `Trainer.run` tells the story; `_Run` holds its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierstream.engine import assemble, checkpoint
+from tierstream.engine.bound import drive_traffic, measure_rates, step_bound
+from tierstream.engine.config import RunConfig
+from tierstream.engine.data import PackedRows, open_rows
+from tierstream.engine.device import Device
+from tierstream.engine.meta_model import build_meta_model
+from tierstream.engine.metrics import MetricsWriter, Observer, PlanReport, RunDirectory, RunSummary, StepMetrics, TierPlan
+from tierstream.engine.plan import Plan, make_plan
+from tierstream.engine.runtime import Runtime, StepOutcome
+from tierstream.engine.sweep import Batch
+from tierstream.engine.units import TORCH_DTYPES, ModelUnits, find_units
+from tierstream.io import durable, memory
+from tierstream.io.errors import TrainingStopped
+from tierstream.tiered.layout import Layout
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.store import Store
+
+
+class Trainer:
+    """Trains one model as a configuration says.
+
+    Args:
+        observer: is told the plan, every step and the end.
+
+    Raises (from `run`):
+        TierstreamError: what the user can mend, said before step 0 wherever it can be known then.
+    """
+
+    def __init__(self, config: RunConfig, observer: Observer | None = None) -> None:
+        self.config = config
+        self.observer = observer or Observer()
+
+    def run(self) -> RunSummary:
+        """Check, plan, fill the tiers, train, save."""
+        config = self.config
+        assemble.set_determinism(config)
+        with ExitStack() as parts:
+            run = _Run.open(config, self.observer, parts)
+            metrics = parts.enter_context(MetricsWriter(run.directory.metrics_path, last_step=run.step))
+            while run.step < config.train.steps:
+                record = run.train_step()
+                metrics.write(record)
+                run.summary.add(record)
+                self.observer.on_step(record)
+                run.check_skips()
+                every = config.checkpoint.every_steps
+                last = run.step == config.train.steps
+                if (every is not None and run.step % every == 0) or (last and config.checkpoint.at_end):
+                    run.save()
+            run.runtime.flush()
+            run.directory.write_result(run.summary)
+        self.observer.on_end(run.summary)
+        return run.summary
+
+
+class _Run:
+    """The parts of a run in training, and how far it has come. `step` counts steps done; data and loss know nothing else."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        observer: Observer,
+        directory: RunDirectory,
+        rows: PackedRows,
+        runtime: Runtime,
+        state: dict[str, Any],
+    ) -> None:
+        self.config, self.observer, self.directory = config, observer, directory
+        self.rows, self.runtime = rows, runtime
+        self.run_id: str = state["run_id"]
+        self.step: int = state["step"]
+        self.skipped_total: int = state["skipped_total"]
+        self.skipped_in_a_row: int = state["skipped_in_a_row"]
+        self.summary = RunSummary()
+        self._before = runtime.traffic()
+
+    @classmethod
+    def open(cls, config: RunConfig, observer: Observer, parts: ExitStack) -> _Run:
+        """Everything before step 0; what is opened is closed by `parts`, last first."""
+        run_dir = Path(config.run_dir)
+        identity = _RunIdentity(run_dir)
+        snapshot = checkpoint.find_resume(config.checkpoint.resume, run_dir / "checkpoints", identity.read())
+        directory = RunDirectory(run_dir, resume=config.checkpoint.resume != "none")
+        state = _first_state() if snapshot is None else dict(snapshot.state)
+        if snapshot is not None:
+            checkpoint.check_same_run(state["config"], dataclasses.asdict(config), config.checkpoint.allow_changed)
+        directory.write_config(config)
+        identity.write(state["run_id"])
+
+        model, hf_config = build_meta_model(config.model)
+        units = find_units(model)
+        rows = open_rows(config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed)
+        checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
+        device = Device(config.train.device)
+        plan, layout = make_plan(
+            config.tiers,
+            config.optimizer,
+            units,
+            hidden_size=hf_config.hidden_size,
+            rows=config.train.rows_per_step,
+            seq_len=config.data.seq_len,
+            device_in_host=not device.is_cuda,
+            available_bytes=memory.memory_budget().available_bytes,
+        )
+        assemble.check_space(config, plan, run_dir)
+        tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]})
+        if tier is not None:
+            parts.callback(tier.close)
+        store = assemble.build_store(config, layout, plan, tier, device, config.train.debug)
+        parts.callback(store.close)
+        origin = assemble.fill_state(config, model, units, layout, store, snapshot, device)
+        runtime = assemble.build_runtime(config, model, units, layout, plan, store, device, state["applied_updates"])
+        parts.callback(runtime.close)
+        observer.on_event(f"state: {origin}")
+        run = cls(config, observer, directory, rows, runtime, state)
+        observer.on_plan(_report(config, units, layout, plan, runtime, tier, device, run.step))
+        return run
+
+    def train_step(self) -> StepMetrics:
+        """One step, and its record."""
+        config = self.config
+        begin = time.perf_counter()
+        packed = self.rows.batch(self.step, config.train.rows_per_step)
+        device = self.runtime.device.torch_device
+        batch = Batch(
+            *(torch.from_numpy(a).to(device) for a in (packed.input_ids, packed.labels, packed.position_ids)),
+            trained_tokens=packed.trained_tokens,
+        )
+        torch.manual_seed((config.train.seed * 1_000_003 + self.step) % 2**63)  # dropout: a function of (seed, step)
+        outcome = self.runtime.step(batch)
+        self.step += 1
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if outcome.verdict.skipped else 0
+        self.skipped_total += outcome.verdict.skipped
+        return self._record(outcome, batch, time.perf_counter() - begin)
+
+    def check_skips(self) -> None:
+        """Raises TrainingStopped after too many skipped steps in a row."""
+        limit = self.config.optimizer.max_skipped_in_a_row
+        if self.skipped_in_a_row >= limit:
+            self.summary.stopped = (
+                f"{limit} steps in a row had a gradient that is not finite (steps {self.step - limit + 1} to {self.step}; "
+                f"{self.skipped_total} skipped in all); weights and optimizer are those after "
+                f"{self.runtime.applied_updates} updates"
+            )
+            self.directory.write_result(self.summary)
+            raise TrainingStopped(
+                f"{self.summary.stopped}. Lower optimizer.lr or look at the data of these steps; "
+                "optimizer.max_skipped_in_a_row sets the limit"
+            )
+
+    def save(self) -> None:
+        """Write a checkpoint of the steps done so far."""
+        begin = time.perf_counter()
+        self.runtime.flush()
+        state = {
+            "run_id": self.run_id,
+            "step": self.step,
+            "applied_updates": self.runtime.applied_updates,
+            "skipped_total": self.skipped_total,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "data_fingerprint": self.rows.fingerprint,
+            "config": dataclasses.asdict(self.config),
+        }
+        path = checkpoint.save(
+            self.runtime.store, self.directory.checkpoints, self.step, state, self.config.checkpoint.keep
+        )
+        self.summary.checkpoint = str(path)
+        self.observer.on_event(f"checkpoint {path} ({time.perf_counter() - begin:.1f} s)")
+
+    def _record(self, outcome: StepOutcome, batch: Batch, seconds: float) -> StepMetrics:
+        now, before = self.runtime.traffic(), self._before
+        self._before = now
+        verdict = outcome.verdict
+        moved = now.since(before)
+        return StepMetrics(
+            step=self.step,
+            optimizer_step=self.runtime.applied_updates,
+            loss=outcome.loss,
+            grad_norm=verdict.grad_norm,
+            clip_factor=verdict.clip_factor,
+            lr=verdict.lr,
+            skipped=verdict.skipped,
+            skipped_total=self.skipped_total,
+            tokens=batch.input_ids.numel(),
+            trained_tokens=batch.trained_tokens,
+            step_s=seconds,
+            tokens_per_s=batch.input_ids.numel() / seconds,
+            stall_s=self.runtime.clock.take() | moved.stall_s,
+            bytes_read=moved.bytes_read,
+            bytes_written=moved.bytes_written,
+            cache_hits=moved.hits,
+            cache_misses=moved.misses,
+            host_peak_bytes=memory.peak_rss_bytes(),
+            gpu_peak_bytes=self.runtime.device.peak_bytes(),
+        )
+
+
+class _RunIdentity:
+    """`run_id` in the run directory: tells this run's checkpoints from others that lie beside them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "run_id"
+
+    def read(self) -> str | None:
+        return self._path.read_text().strip() if self._path.is_file() else None
+
+    def write(self, run_id: str) -> None:
+        durable.write_file(self._path, f"{run_id}\n".encode())
+
+
+def _first_state() -> dict[str, Any]:
+    return {"run_id": uuid.uuid4().hex, "step": 0, "applied_updates": 0, "skipped_total": 0, "skipped_in_a_row": 0}
+
+
+def _report(
+    config: RunConfig,
+    units: ModelUnits,
+    layout: Layout,
+    plan: Plan,
+    runtime: Runtime,
+    tier: assemble.Drives | None,
+    device: Device,
+    step: int,
+) -> PlanReport:
+    """What is known before step 0, with the bound of a step from rates measured here."""
+    frames = plan.dram_bytes // plan.page_bytes
+    reads, writes = drive_traffic(runtime.steady_schedule, frames) if tier is not None else (0, 0)
+    root = Path(config.tiers.nvme_dirs[0]) if config.tiers.nvme_dirs else None
+    rates = measure_rates(
+        device, TORCH_DTYPES[units.embed.dtype], assemble.update_threads(config), tier.backend if tier else None, root
+    )
+    bound = step_bound(
+        rates,
+        flop=plan.flop_per_step,
+        upload_bytes=sum(p.nbytes for p in layout.planes.values() if p.plane == "weight"),
+        parameters=plan.parameters,
+        read_bytes=reads * plan.page_bytes,
+        written_bytes=writes * plan.page_bytes,
+    )
+    tiers = [
+        TierPlan(
+            tier="gpu",
+            holds=f"{plan.layer_slots} of {len(units.layers)} layers, ends, gradient sums",
+            used_bytes=plan.gpu_bytes,
+            limit_bytes=config.tiers.gpu,
+        ),
+        TierPlan(
+            tier="dram",
+            holds=f"{frames} pages of {plan.page_bytes} bytes",
+            used_bytes=plan.dram_bytes,
+            limit_bytes=config.tiers.dram,
+        ),
+    ]
+    if tier is not None:
+        tiers.append(TierPlan(tier="nvme", holds="state of every parameter", used_bytes=plan.nvme_bytes))
+    dtypes = {p.plane: p.dtype for p in layout.planes.values() if p.plane != "activation"}
+    return PlanReport(
+        parameters=plan.parameters,
+        tokens_per_step=plan.tokens_per_step,
+        first_step=step + 1,
+        last_step=config.train.steps,
+        dtypes=dtypes | {"gradient sum": "float32"},
+        tiers=tuple(tiers),
+        bound_s=bound.seconds,
+        paths={str(root): str(tier.backend.transfer_path(root))} if tier is not None and root is not None else {},
+    )

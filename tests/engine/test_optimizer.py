@@ -1,0 +1,65 @@
+"""Learning-rate schedule and verdict: pure functions, compared with torch's schedulers and with hand-computed cases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tierstream.engine.optimizer import OptimizerConfig, judge, learning_rate
+from tierstream.io.errors import ConfigError
+
+
+def test_warm_up_rises_linearly_and_never_wastes_an_update() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="constant")
+    assert [learning_rate(config, i, 10) for i in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_decay_equals_torchs_schedulers(schedule: str) -> None:
+    total, floor = 40, 0.1
+    config = OptimizerConfig(lr=0.5, warmup_steps=0, schedule=schedule, min_lr_ratio=floor)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    if schedule == "linear":
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, floor, total)
+    else:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total, eta_min=0.5 * floor)
+    for update in range(total):
+        assert learning_rate(config, update, total) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_the_norm_is_global_and_the_factor_is_torchs() -> None:
+    config = OptimizerConfig(clip_norm=0.5)
+    parts = {name: torch.randn(50, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
+    verdict = judge(config, {n: float(p.double().square().sum()) for n, p in parts.items()}, 7, 100)
+    leaves = [p.clone().requires_grad_() for p in parts.values()]
+    for leaf, part in zip(leaves, parts.values(), strict=True):
+        leaf.grad = part.clone()
+    norm = torch.nn.utils.clip_grad_norm_(leaves, 0.5)
+    assert verdict.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    torch.testing.assert_close(parts["a"] * verdict.clip_factor, leaves[0].grad, rtol=1e-5, atol=0)
+    assert verdict.update == 8
+    assert not verdict.skipped
+
+
+def test_a_small_norm_is_not_clipped() -> None:
+    assert judge(OptimizerConfig(clip_norm=1e9), {"a": 4.0}, 0, 1).clip_factor == 1.0
+    assert judge(OptimizerConfig(clip_norm=None), {"a": 4e30}, 0, 1).clip_factor == 1.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -math.inf])
+def test_one_value_that_is_not_finite_skips_the_step(bad: float) -> None:
+    verdict = judge(OptimizerConfig(), {"a": 1.0, "b": bad, "c": 2.0}, 3, 10)
+    assert verdict.skipped
+    assert verdict.update == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", -1.0), ("beta1", 1.0), ("eps", 0.0), ("clip_norm", 0.0), ("max_skipped_in_a_row", 0)]
+)
+def test_bad_values_are_refused_by_name(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer\.{key} is {value}"):
+        OptimizerConfig(**{key: value})

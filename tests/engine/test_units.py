@@ -1,0 +1,70 @@
+"""What becomes a unit, and what AdamW decays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.rig import tiny_config
+from tierstream.engine.units import build_layout, find_units
+from tierstream.io.errors import ModelSourceError
+
+
+def meta(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_every_parameter_is_in_exactly_one_unit(family: str, tied: bool) -> None:
+    model = meta(tiny_config(family, tied=tied))
+    units = find_units(model)
+    found = [t for unit in units.in_forward_order for t in unit.tensors]
+    assert sorted(t.name for t in found) == sorted(name for name, _ in model.named_parameters())
+    assert {t.name: t.shape for t in found} == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert units.numel == sum(p.numel() for p in model.parameters())
+    assert units.tied is tied
+    assert (units.head is units.embed) is tied
+
+
+def test_only_matrices_are_decayed() -> None:
+    """C15: norms, biases, q_norm and k_norm are left alone; the rule is the number of dimensions, not a class."""
+    for family in ("qwen2", "qwen3"):
+        model = meta(tiny_config(family))
+        units = find_units(model)
+        assert set(units.decayed()) == {name for name, p in model.named_parameters() if p.dim() >= 2}
+        left = units.not_decayed()
+        assert any("norm" in name for name in left)
+        assert any(("bias" in name) or ("q_norm" in name) for name in left)
+
+
+def test_decay_runs_cover_every_element_once_with_the_rule_of_its_tensor() -> None:
+    for unit in find_units(meta(tiny_config("qwen2"))).in_forward_order:
+        runs = unit.decay_runs()
+        assert runs[0][0] == 0
+        assert runs[-1][1] == unit.numel
+        assert all(a[1] == b[0] for a, b in zip(runs[:-1], runs[1:], strict=True))
+        for tensor in unit.tensors:
+            assert [d for s, e, d in runs if s <= tensor.offset and tensor.end <= e] == [tensor.decay]
+
+
+def test_bytes_per_parameter_are_those_of_the_design() -> None:
+    units = find_units(meta(tiny_config()))
+    padded = sum(unit.numel for unit in units.in_forward_order)
+    for dtype, master, expected in [("bf16", "split", 12), ("bf16", "fp32", 14), ("fp32", "split", 12)]:
+        model = meta(tiny_config(), torch.bfloat16 if dtype == "bf16" else torch.float32)
+        layout = build_layout(
+            find_units(model), page_bytes=4096, master=master, grad_dtype="float32", boundary_nbytes=None
+        )
+        assert sum(p.nbytes for p in layout.planes.values() if p.durable) == expected * padded
+        assert {p.plane for p in layout.planes.values() if not p.durable} == {"grad"}
+
+
+def test_a_layer_of_two_dtypes_is_refused_by_name() -> None:
+    model = meta(tiny_config())
+    model.model.layers[1].mlp.to(torch.float32)
+    with pytest.raises(ModelSourceError, match=r"layers\.1 have the types .*bfloat16.*float32"):
+        find_units(model)

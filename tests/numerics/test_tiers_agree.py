@@ -1,0 +1,158 @@
+"""The numerics contract: resident, DRAM-tier, NVMe-tier and mixed runs agree bit for bit, whatever moves the bytes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.rig import Rig, Setup, batches, rig, same_bits, tiny_config
+from tierstream.engine.optimizer import OptimizerConfig
+
+STEPS = 4
+Result = tuple[list[tuple[float, float]], dict[tuple[str, str], np.ndarray]]
+
+
+def result(setup: Setup, steps: int = STEPS) -> Result:
+    """((loss, grad norm) of every step, every durable plane at the end)."""
+    with rig(setup) as run:
+        outcomes = run.train(batches(steps, rows=setup.rows, seq_len=setup.seq_len))
+        return [(o.loss, o.verdict.grad_norm) for o in outcomes], run.planes()
+
+
+def base(*, clip: bool, chunks: int, tied: bool, dtype: str = "bfloat16") -> Setup:
+    rows = {1: 5, 2: 3, 5: 1}[chunks]
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=0.05 if clip else None, warmup_steps=1)
+    return Setup(config=tiny_config("qwen3", tied=tied), dtype=dtype, optimizer=optimizer, rows_per_chunk=rows)
+
+
+@functools.cache
+def resident(clip: bool, chunks: int, tied: bool) -> Result:
+    """All weights and activations stay on the device, all state in memory."""
+    return result(base(clip=clip, chunks=chunks, tied=tied).but(gpu_all=True, activations="gpu"))
+
+
+def least_dram(setup: Setup) -> int:
+    return 24 * setup.page
+
+
+def half_dram(setup: Setup) -> int:
+    with rig(setup) as run:
+        return run.plan.durable_bytes // 2
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("clip", [False, True], ids=["noclip", "clip"])
+@pytest.mark.parametrize(
+    ("tiers", "policy", "prefetch"),
+    [("dram", "lookahead", None)]
+    + [(t, p, f) for t in ("nvme", "mixed") for p in ("lru", "lookahead") for f in (0, None)],
+)
+def test_every_way_of_keeping_the_state_gives_the_same_bits(
+    tmp_path: Path, tiers: str, policy: str, prefetch: int | None, clip: bool, chunks: int, tied: bool
+) -> None:
+    setup = base(clip=clip, chunks=chunks, tied=tied).but(policy=policy, prefetch=prefetch)
+    if tiers != "dram":
+        dram = {"nvme": least_dram, "mixed": half_dram}[tiers](setup)
+        setup = setup.but(nvme=tmp_path / "drive", dram=dram)
+    expected_losses, expected_planes = resident(clip, chunks, tied)
+    losses, planes = result(setup)
+    assert losses == expected_losses
+    assert same_bits(planes, expected_planes) == []
+
+
+def test_nvme_runs_really_use_the_drive(tmp_path: Path) -> None:
+    setup = base(clip=True, chunks=1, tied=False)
+    with rig(setup.but(nvme=tmp_path / "drive", dram=least_dram(setup))) as run:
+        run.train(batches(2))
+        assert run.plan.durable_bytes > 2 * run.plan.dram_bytes
+        assert run.store.stats.bytes_read > run.plan.durable_bytes
+        assert run.store.stats.bytes_written > run.plan.durable_bytes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_delays_and_poison_change_nothing(tmp_path: Path, seed: int) -> None:
+    """Random delays around every I/O and copy, NaN in every buffer given back: an ordering held by luck would show."""
+    setup = base(clip=True, chunks=2, tied=bool(seed % 2))
+    expected_losses, expected_planes = resident(True, 2, bool(seed % 2))
+    delayed = setup.but(
+        nvme=tmp_path / "drive", dram=least_dram(setup), faults_seed=seed, policy=["lru", "lookahead"][seed % 2]
+    )
+    losses, planes = result(delayed)
+    assert losses == expected_losses
+    assert same_bits(planes, expected_planes) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_split_and_plain_masters_and_fp32_mode_agree_between_tiers(tmp_path: Path, dtype: str) -> None:
+    for master in ("split", "fp32"):
+        optimizer = OptimizerConfig(lr=1e-2, master=master)  # type: ignore[arg-type]
+        setup = Setup(dtype=dtype, optimizer=optimizer)
+        one = result(setup.but(gpu_all=True, activations="gpu"))
+        other = result(setup.but(nvme=tmp_path / master, dram=least_dram(setup)))
+        assert one[0] == other[0]
+        assert same_bits(one[1], other[1]) == []
+
+
+def test_page_size_threads_and_gradient_buffers_change_nothing(tmp_path: Path) -> None:
+    setup = base(clip=True, chunks=1, tied=False)
+    expected_losses, expected_planes = resident(True, 1, False)
+    for page, threads in [(4096, 1), (65536, 2)]:
+        losses, planes = result(setup.but(page=page, threads=threads, nvme=tmp_path / str(page), dram=24 * page))
+        assert losses == expected_losses
+        assert same_bits(planes, expected_planes) == []
+
+
+def test_flush_between_steps_changes_nothing() -> None:
+    """The deferred update gives the bits of an update at the end of the step."""
+    setup = base(clip=True, chunks=1, tied=True)
+    expected_losses, expected_planes = resident(True, 1, True)
+    with rig(setup) as run:
+        losses = []
+        for batch in batches(STEPS):
+            (outcome,) = run.train([batch])
+            losses.append((outcome.loss, outcome.verdict.grad_norm))
+            run.runtime.flush()
+        assert losses == expected_losses
+        assert same_bits(run.planes(), expected_planes) == []
+
+
+def poison_last_gradient(run: Rig, unit: str, at_step: int) -> None:
+    """Make one element of a unit's gradient inf, in step `at_step`, after all of backward but before it is sent away."""
+    gradients = run.runtime._gradients
+    close, calls = gradients.close, [0]
+
+    def closing(closed) -> None:  # type: ignore[no-untyped-def]
+        if closed.name == unit:
+            if calls[0] == at_step:
+                gradients._open[unit][closed.tensors[0].offset] = float("inf")
+            calls[0] += 1
+        close(closed)
+
+    gradients.close = closing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("where", ["dram", "nvme"])
+@pytest.mark.parametrize("unit", ["embed", "layers.0"])
+def test_an_inf_in_the_gradient_reached_last_changes_nothing(tmp_path: Path, where: str, unit: str) -> None:
+    """Everything is as if the step had not been: planes, counter, schedule, and the steps that follow."""
+    setup = base(clip=True, chunks=1, tied=False)
+    if where == "nvme":
+        setup = setup.but(nvme=tmp_path / "drive", dram=least_dram(setup))
+    first, bad, last = batches(3)
+    with rig(setup.but(nvme=None, dram=None)) as run:
+        expected = [(o.loss, o.verdict) for o in run.train([first, last])]
+        expected_planes = run.planes()
+    with rig(setup) as run:
+        poison_last_gradient(run, unit, at_step=1)
+        outcomes = run.train([first])
+        before = run.planes()
+        outcomes += run.train([bad])
+        assert outcomes[1].verdict.skipped
+        assert run.runtime.applied_updates == 1
+        assert same_bits(run.planes(), before) == []
+        outcomes += run.train([last])
+        assert [(o.loss, o.verdict) for o in (outcomes[0], outcomes[2])] == expected
+        assert same_bits(run.planes(), expected_planes) == []
