@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class TierstreamError(Exception):
@@ -77,6 +79,15 @@ class StorageError(TierstreamError):
         why = f": {os.strerror(self.errno)} (errno {self.errno})" if self.errno else ""
         remedy = detail or _REMEDIES.get(self.errno or 0, "")
         super().__init__(f"{action} {self.path}{at} failed{why}{f'; {remedy}' if remedy else ''}")
+
+
+@contextmanager
+def storage_errors(action: str, path: str | os.PathLike[str], *, detail: str = "") -> Iterator[None]:
+    """Raises an `OSError` of the `with` block as the `StorageError` that names action and path."""
+    try:
+        yield
+    except OSError as cause:
+        raise StorageError(action, path, cause, detail=detail) from cause
 
 
 class TrainingStopped(TierstreamError):

@@ -8,6 +8,7 @@ the buffer. Its system calls are its own and do not go through `tierstream.io.se
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import os
 import threading
@@ -26,7 +27,7 @@ from tierstream.io.backend import (
 )
 from tierstream.io.errors import ConfigError, InvariantError, StorageError
 from tierstream.io.handles import HandleCache, handle_limit
-from tierstream.io.posix import create_file, probe
+from tierstream.io.posix import PosixBackend, create_file, probe
 from tierstream.io.tasks import TaskPool, ThreadedFile, host_view
 from tierstream.io.transfer import Direction, end_of_file
 
@@ -34,6 +35,7 @@ from tierstream.io.transfer import Direction, end_of_file
 _OLDEST_VERSION = (26, 4)
 #: kvikio cuts direct I/O at pages of this size, whatever the drive says.
 _BLOCK_BYTES = 4096
+_ERRNO_OF_TEXT = {os.strerror(number): number for number in errno.errorcode}
 _INSTALL = "pip install 'tierstream[kvikio]'"
 
 
@@ -64,18 +66,18 @@ def kvikio_problem() -> str:
 
 
 class _Settings:
-    """kvikio's settings and thread pool are one per process: set by the first backend, restored after the last."""
+    """kvikio's settings and threads, one set per process: the first backend's, until the last is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self._previous: AbstractContextManager[None] | None = None
 
-    def enter(self, kvikio: Any, threads: int, task_bytes: int) -> None:
+    def enter(self, defaults: Any, threads: int, task_bytes: int) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._previous = kvikio.defaults.set(
+                self._previous = defaults.set(
                     {
                         "num_threads": threads,
                         "task_size": task_bytes,
@@ -113,8 +115,12 @@ class KvikioBackend:
         problem = kvikio_problem()
         if problem:
             raise ConfigError(f"the I/O backend kvikio cannot be used: {problem}")
-        self.kvikio: Any = importlib.import_module("kvikio")
-        _SETTINGS.enter(self.kvikio, threads, task_bytes)
+        self.cufile: Any = importlib.import_module("kvikio").CuFile
+        self._defaults: Any = importlib.import_module("kvikio.defaults")
+        self._driver: Any = importlib.import_module("kvikio.cufile_driver")
+        _SETTINGS.enter(self._defaults, threads, task_bytes)
+        # Opening a file there first gives errors with their errno, and tells whether direct I/O works on it.
+        self.posix = PosixBackend(threads=1)
         self.pool = TaskPool("kvikio", threads, task_bytes)
         self.counter = Counter()
         # A CuFile holds two descriptors: one with O_DIRECT, one without.
@@ -138,9 +144,9 @@ class KvikioBackend:
         return TransferPath("kvikio-compat", posix.direct, posix.reason or "host memory never takes GDS")
 
     def device_path(self, posix: TransferPath) -> TransferPath:
-        if self.kvikio.defaults.is_compat_mode_preferred():
+        if self._defaults.is_compat_mode_preferred():
             reason = "kvikio is in compatibility mode: libcufile, /run/udev or KVIKIO_COMPAT_MODE"
-        elif not self.kvikio.cufile_driver.get("is_gds_available"):
+        elif not self._driver.get("is_gds_available"):
             reason = "cuFile is in its own compatibility mode: no GDS driver"
         elif not posix.direct:
             reason = posix.reason
@@ -157,6 +163,7 @@ class KvikioBackend:
         self._closed = True
         self.pool.close()
         self.handles.close()
+        self.posix.close()
         _SETTINGS.leave()
 
 
@@ -170,7 +177,9 @@ class KvikioFile(ThreadedFile):
     def __init__(self, backend: KvikioBackend, path: str, *, writable: bool) -> None:
         super().__init__(backend.pool, path, writable=writable)
         self._backend = backend
-        self._posix = probe(path)
+        posix = backend.posix.open(path, writable=writable)
+        self._posix = posix.path_taken
+        posix.close()
         with self._handle():
             pass
 
@@ -210,10 +219,10 @@ class KvikioFile(ThreadedFile):
         file_bytes = seam.current().stat(self.path).st_size
         if direction is Direction.READ and offset + nbytes > file_bytes:
             return end_of_file(self.path, offset, nbytes, file_bytes=file_bytes)
-        if isinstance(error, OSError) and error.errno:
-            return StorageError(direction.value, self.path, error, offset=offset)
-        detail = f"kvikio: {error}" if error else f"kvikio moved fewer than the {nbytes} bytes asked for"
-        return StorageError(direction.value, self.path, offset=offset, detail=detail)
+        if error is None:
+            detail = f"kvikio moved fewer than the {nbytes} bytes asked for"
+            return StorageError(direction.value, self.path, offset=offset, detail=detail)
+        return _storage_error(direction.value, self.path, error, offset)
 
     def _count(self, view: Any, offset: int) -> None:
         if isinstance(view, DeviceBytes) and self._backend.device_path(self._posix).name == "gds":
@@ -228,14 +237,21 @@ class KvikioFile(ThreadedFile):
 
     def _open(self) -> Any:
         try:
-            return self._backend.kvikio.CuFile(self.path, "r+" if self.writable else "r")
-        except OSError as error:
-            raise StorageError("opening", self.path, error) from error
-        except RuntimeError as error:
-            raise StorageError("opening", self.path, detail=f"kvikio: {error}") from error
+            return self._backend.cufile(self.path, "r+" if self.writable else "r")
+        except (OSError, RuntimeError) as error:
+            raise _storage_error("opening", self.path, error, None) from error
 
     def _release(self) -> None:
         self._backend.handles.drop(self)
+
+
+def _storage_error(action: str, path: str, error: Exception, offset: int | None) -> StorageError:
+    """kvikio's errors are RuntimeErrors whose text ends in the system's words for the errno."""
+    text = str(error)
+    number = _ERRNO_OF_TEXT.get(text.rpartition(": ")[2])
+    if number is None:
+        return StorageError(action, path, offset=offset, detail=f"kvikio: {text}")
+    return StorageError(action, path, OSError(number, text), offset=offset)
 
 
 def _close_handle(key: KvikioFile, handle: Any) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from tierstream.io import seam
+
 #: File systems whose files live in memory: they count against DRAM, not against a drive.
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
@@ -56,7 +58,7 @@ def filesystem_of_device(st_dev: int) -> str:
 
 def filesystem_of(path: str | os.PathLike[str]) -> str:
     """Type of the file system that holds the existing `path`, e.g. "xfs"; "unknown" if not found."""
-    found = filesystem_of_device(os.stat(path).st_dev)
+    found = filesystem_of_device(seam.current().stat(os.fspath(path)).st_dev)
     if found:
         return found
     real = os.path.realpath(path)

@@ -30,7 +30,7 @@ from tierstream.io.backend import (
     TransferPath,
 )
 from tierstream.io.direct import BounceBuffers, DirectIO, address_of, aligned_buffer, examine
-from tierstream.io.errors import InvariantError, StorageError
+from tierstream.io.errors import InvariantError, StorageError, storage_errors
 from tierstream.io.handles import HandleCache, handle_limit
 from tierstream.io.seam import HostBytes
 from tierstream.io.sizes import format_bytes
@@ -200,10 +200,8 @@ class PosixFile(ThreadedFile):
     def _open(self, *, direct: bool) -> int:
         flags = (os.O_RDWR if self.writable else os.O_RDONLY) | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         calls = seam.current()
-        try:
+        with storage_errors("opening", self.path):
             fd = calls.open(self.path, flags)
-        except OSError as cause:
-            raise StorageError("opening", self.path, cause) from cause
         try:
             self._check_identity(calls.fstat(fd))
         except BaseException:
@@ -249,10 +247,8 @@ def create_file(path: str, nbytes: int) -> None:
         StorageError: the file exists, or the drive is full.
     """
     calls = seam.current()
-    try:
+    with storage_errors("creating", path):
         fd = calls.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-    except OSError as cause:
-        raise StorageError("creating", path, cause) from cause
     try:
         try:
             if nbytes:
@@ -275,10 +271,8 @@ def probe(path: PathLike) -> TransferPath:
         StorageError: the path is missing or cannot be read or written, or other bytes came back.
     """
     name = os.fspath(path)
-    try:
+    with storage_errors("looking at", name):
         directory = stat.S_ISDIR(seam.current().stat(name).st_mode)
-    except OSError as cause:
-        raise StorageError("looking at", name, cause) from cause
     backend = PosixBackend(threads=1)
     try:
         return _try_directory(backend, name) if directory else _try_file(backend, name)
