@@ -1,0 +1,182 @@
+"""Resume equals the uninterrupted run to the bit: after every step, with other budgets, and after `kill -9` at any instant."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.runs import final_planes, make_run, records, train
+from tierstream.engine.byte_size import ByteSize
+from tierstream.io.errors import CheckpointError, ConfigError
+from tierstream.tiered.snapshot import Snapshot
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, list[dict]]:
+    """(run directory with a checkpoint after every step, planes after the last step, records)."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    config = make_run(folder, steps=STEPS)
+    config.checkpoint.every_steps, config.checkpoint.keep = 1, STEPS
+    train(config)
+    return Path(config.run_dir), final_planes(config), records(config)
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)
+
+
+def trajectory(found: list[dict]) -> list[tuple]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["lr"], m["optimizer_step"], m["trained_tokens"]) for m in found]
+
+
+@pytest.mark.parametrize("k", range(1, STEPS))
+def test_resume_after_every_step(tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]], k: int) -> None:
+    """Alternately with the state in DRAM, on one drive with little DRAM, on two drives with other pages and another policy."""
+    run_dir, planes, expected = uninterrupted
+    config = make_run(tmp_path, steps=STEPS)
+    drives = [tmp_path / "one", tmp_path / "two"][: k % 3]
+    for drive in drives:
+        drive.mkdir()
+    if drives:
+        config.tiers.nvme_dirs = [str(drive) for drive in drives]
+        config.tiers.page = ByteSize(4096 * (1 + k % 3))
+        config.tiers.dram = ByteSize(24 * config.tiers.page)
+        config.tiers.policy = "lru" if k % 2 else "lookahead"
+    config.checkpoint.resume = str(run_dir / "checkpoints" / f"step-{k:08d}")
+    train(config)
+    assert trajectory(records(config)) == trajectory(expected[k:])
+    assert same(final_planes(config), planes)
+
+
+def test_auto_takes_the_newest_complete_checkpoint_of_this_run(
+    tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]]
+) -> None:
+    """C51, C53: a half-written directory, a damaged one and another run's later step are passed over; order is by number."""
+    run_dir, planes, expected = uninterrupted
+    config = make_run(tmp_path, steps=STEPS)
+    shutil.copytree(run_dir, config.run_dir, dirs_exist_ok=True)
+    kept = Path(config.run_dir) / "checkpoints"
+    for step in (7, 8):
+        (kept / f"step-{step:08d}" / "manifest.json").unlink()
+    shutil.copytree(kept / "step-00000003", kept / "step-00009999")
+    manifest = kept / "step-00009999" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace((run_dir / "run_id").read_text().strip(), "0" * 32))
+    (kept / "step-00000012.tmp").mkdir()
+    config.checkpoint.resume = "auto"
+    train(config)
+    assert trajectory(records(config)) == trajectory(expected)
+    assert same(final_planes(config), planes)
+    assert not (kept / "step-00000012.tmp").exists()
+    assert (kept / "step-00009999").exists()
+
+
+def test_a_run_directory_is_not_overwritten(uninterrupted: tuple[Path, dict, list[dict]], tmp_path: Path) -> None:
+    config = make_run(tmp_path, steps=STEPS)
+    config.run_dir = str(uninterrupted[0])
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(config)
+
+
+def test_a_resume_with_other_settings_lists_them_with_both_values(
+    uninterrupted: tuple[Path, dict, list[dict]], tmp_path: Path
+) -> None:
+    config = make_run(tmp_path, steps=STEPS)
+    config.checkpoint.resume = str(uninterrupted[0] / "checkpoints" / "step-00000004")
+    config.optimizer.lr = 0.5
+    config.train.rows_per_step = 5
+    config.train.seed = 99
+    with pytest.raises(CheckpointError) as error:
+        train(config)
+    for text in ("optimizer.lr: 0.01 in the checkpoint, 0.5 now", "train.rows_per_step: 4", "train.seed: 0 in the checkpoint"):
+        assert text in str(error.value)
+    config = make_run(tmp_path / "allowed", steps=STEPS)
+    config.checkpoint.resume = str(uninterrupted[0] / "checkpoints" / "step-00000007")
+    config.optimizer.lr = 0.5
+    config.checkpoint.allow_changed = ["optimizer.lr"]
+    train(config)
+
+
+def test_other_data_is_refused(uninterrupted: tuple[Path, dict, list[dict]], tmp_path: Path) -> None:
+    config = make_run(tmp_path, steps=STEPS)
+    text = Path(config.data.files[0])
+    text.write_text(text.read_text() + "one more line\n")
+    config.checkpoint.resume = str(uninterrupted[0] / "checkpoints" / "step-00000004")
+    with pytest.raises(CheckpointError, match="training data or the tokenizer changed"):
+        train(config)
+
+
+KILLED = """
+import sys
+sys.path[:0] = {path!r}
+from support.runs import load, train
+train(load({config!r}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]]) -> None:
+    """Training and checkpointing are killed again and again; every resume starts from a complete checkpoint, none is lost."""
+    from support.runs import dump
+
+    _, planes, expected = uninterrupted
+    config = make_run(tmp_path, steps=STEPS)
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    config.tiers.nvme_dirs, config.tiers.page = [str(drive)], ByteSize(4096)
+    config.tiers.dram = ByteSize(24 * 4096)
+    config.checkpoint.every_steps, config.checkpoint.resume = 1, "auto"
+    path = dump(config, tmp_path / "killed.json")
+    script = KILLED.format(path=[entry for entry in sys.path if entry], config=str(path))
+    chance = random.Random(4)
+    kills = 0
+    while kills < 20:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        started = _wait_for_training(process, Path(config.run_dir))
+        if started:
+            time.sleep(chance.random() * 0.4)
+        process.send_signal(signal.SIGKILL)
+        _, error = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), error.decode()
+        kills += process.returncode == -signal.SIGKILL
+        newest = _complete_checkpoints(Path(config.run_dir))
+        for snapshot in newest:
+            snapshot.verify()
+        if process.returncode == 0:
+            shutil.rmtree(config.run_dir)  # it came to its end before the signal: begin again
+    train(config)
+    assert trajectory(records(config)) == trajectory(expected)
+    assert same(final_planes(config), planes)
+
+
+def _wait_for_training(process: subprocess.Popen, run_dir: Path) -> bool:
+    """Until the process has written its first step or checkpoint since it started, or has ended."""
+    watched = run_dir / "metrics.jsonl"
+    begin = time.time()
+    while process.poll() is None and time.time() - begin < 60:
+        if watched.exists() and watched.stat().st_mtime >= begin and watched.stat().st_size:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def _complete_checkpoints(run_dir: Path) -> list[Snapshot]:
+    folder = run_dir / "checkpoints"
+    names = sorted(p for p in folder.glob("step-*") if not p.name.endswith(".tmp")) if folder.is_dir() else []
+    return [Snapshot.open(path) for path in names]
+
+
+def test_records_never_hold_a_step_twice(uninterrupted: tuple[Path, dict, list[dict]]) -> None:
+    lines = (uninterrupted[0] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert np.isfinite([json.loads(line)["loss"] for line in lines]).all()

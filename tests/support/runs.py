@@ -1,0 +1,86 @@
+"""Whole runs through the trainer, small enough for tests: configuration, records, final planes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.rig import tiny_config
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.checkpoint import CheckpointConfig
+from tierstream.engine.config import RunConfig, TrainConfig
+from tierstream.engine.data import DataConfig
+from tierstream.engine.metrics import RunSummary
+from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.plan import TiersConfig
+from tierstream.tiered.snapshot import Snapshot
+
+VOCABULARY = 300
+
+_WORDS = "the tier holds pages of every plane and the step streams them through one small buffer".split()
+
+
+def make_run(folder: Path, *, steps: int = 8, family: str = "qwen3", tied: bool = True, **model: Any) -> RunConfig:
+    """A run of a tiny model on text that is the same every time; everything lies under `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join(" ".join(_WORDS[i % 7 :] + _WORDS[: i % 11]) for i in range(120)) + "\n")
+    second = folder / "corpus-2.txt"
+    second.write_text("\n".join(" ".join(_WORDS[i % 5 : 12]) for i in range(90)) + "\n")
+    architecture = folder / "model"
+    tiny_config(family, tied=tied, vocab_size=VOCABULARY, **model).save_pretrained(architecture)
+    return RunConfig(
+        run_dir=str(folder / "run"),
+        model=ModelConfig(config=str(architecture)),
+        data=DataConfig(files=[str(corpus), str(second)], vocab_size=VOCABULARY, seq_len=16),
+        optimizer=OptimizerConfig(lr=1e-2, clip_norm=0.5, warmup_steps=2),
+        tiers=TiersConfig(page=ByteSize(8192)),
+        train=TrainConfig(steps=steps, rows_per_step=4, rows_per_chunk=2, loss_chunk_tokens=48),
+        checkpoint=CheckpointConfig(),
+    )
+
+
+def train(config: RunConfig) -> RunSummary:
+    from tierstream.engine.trainer import Trainer
+
+    return Trainer(config).run()
+
+
+def records(config: RunConfig) -> list[dict]:
+    return [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_planes(config: RunConfig) -> dict[tuple[str, str], np.ndarray]:
+    """Durable planes of the newest checkpoint of this run."""
+    newest = Path(config.run_dir) / "checkpoints" / f"step-{config.train.steps:08d}"
+    return snapshot_planes(Snapshot.open(newest))
+
+
+def snapshot_planes(snapshot: Snapshot) -> dict[tuple[str, str], np.ndarray]:
+    planes = {}
+    for (unit, plane), spec in snapshot.planes.items():
+        planes[unit, plane] = np.empty(spec.numel, {2: np.uint16, 4: np.float32}[spec.item_bytes])
+        snapshot.read_range(unit, plane, 0, planes[unit, plane])
+    return planes
+
+
+def dump(config: RunConfig, path: Path) -> Path:
+    path.write_text(json.dumps(dataclasses.asdict(config)))
+    return path
+
+
+def load(path: str) -> RunConfig:
+    sections = {
+        "model": ModelConfig, "data": DataConfig, "optimizer": OptimizerConfig, "tiers": TiersConfig,
+        "train": TrainConfig, "checkpoint": CheckpointConfig,
+    }  # fmt: skip
+    values = json.loads(Path(path).read_text())
+    made = {name: cls(**values[name]) for name, cls in sections.items()}
+    for key in ("gpu", "dram", "prefetch", "writeback", "page"):
+        if getattr(made["tiers"], key) is not None:
+            setattr(made["tiers"], key, ByteSize(getattr(made["tiers"], key)))
+    return RunConfig(run_dir=values["run_dir"], **made)
