@@ -1,7 +1,7 @@
 """What the state of a model is made of: units, planes and pages. Pure arithmetic, no I/O.
 
-A unit packs its tensors into one flat index space of elements; each plane of the unit is an array over that space. The store cuts
-a plane into pages of one size (docs/design.md section 2).
+A unit packs its tensors into one flat index space of elements; each plane of the unit is an array over that
+space. The store cuts a plane into pages of one size (docs/design.md section 2).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from tierstream.io.errors import InvariantError
 
-#: Tensors start at multiples of this many elements: 256 bytes in bf16, what GPU kernels and vector loads want.
+#: Tensors start at multiples of this many elements: 256 bytes in bf16, what GPU kernels and vector loads
+#: want.
 TENSOR_ALIGN_ELEMENTS = 128
 #: Units end at multiples of this many elements, so that a 2-byte plane is whole 4096-byte blocks.
 UNIT_ALIGN_ELEMENTS = 2048
@@ -28,7 +29,7 @@ class Page(NamedTuple):
 
     unit: str
     plane: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,10 @@ class Unit:
     numel: int
 
     def decay_runs(self) -> list[tuple[int, int, bool]]:
-        """Contiguous element ranges `(start, end, decay)` that cover `[0, numel)`; padding joins the run before it."""
+        """Contiguous element ranges `(start, end, decay)` that cover `[0, numel)`.
+
+        Padding joins the run before it.
+        """
         runs: list[tuple[int, int, bool]] = []
         for tensor in self.tensors:
             if runs and runs[-1][2] == tensor.decay:
@@ -74,7 +78,7 @@ class Unit:
 
 
 def pack_unit(name: str, dtype: str, tensors: Iterable[tuple[str, Sequence[int], bool]]) -> Unit:
-    """Pack `(name, shape, decay)` tensors into a unit: the decayed ones first, so that each rule is one contiguous run."""
+    """Pack `(name, shape, decay)` tensors into a unit, decayed ones first: each rule is one contiguous run."""
     specs: list[TensorSpec] = []
     end = 0
     for tensor_name, shape, decay in sorted(tensors, key=lambda item: not item[2]):
@@ -90,7 +94,10 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """A flat array of `numel` elements. `durable`: part of every checkpoint; else it lives within a step (grad, activation)."""
+    """A flat array of `numel` elements.
+
+    `durable`: it is part of every checkpoint; else it lives within a step (grad, activation).
+    """
 
     unit: str
     plane: str
@@ -117,7 +124,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0 or self.page_bytes % PAGE_ALIGN_BYTES:
-            raise InvariantError(f"page_bytes={self.page_bytes} is not a positive multiple of {PAGE_ALIGN_BYTES}")
+            raise InvariantError(
+                f"page_bytes={self.page_bytes} is not a positive multiple of {PAGE_ALIGN_BYTES}"
+            )
 
     def spec(self, unit: str, plane: str) -> PlaneSpec:
         return self.planes[unit, plane]
@@ -126,7 +135,7 @@ class Layout:
         return -(-self.planes[unit, plane].nbytes // self.page_bytes)
 
     def page_nbytes(self, page: Page) -> int:
-        """Bytes of the page's frame content and chunk file: `page_bytes`, or the whole plane where it fits in one page."""
+        """Bytes of the page in its frame and its chunk file: `page_bytes`, or all of a plane that fits."""
         nbytes = self.planes[page.unit, page.plane].nbytes
         return self.page_bytes if nbytes > self.page_bytes else nbytes
 

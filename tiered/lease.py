@@ -25,7 +25,8 @@ class Intent(Enum):
     UPDATE = "update"
     #: content undefined at first, all of it written by release; alone
     OVERWRITE = "overwrite"
-    #: page content, gone after release: the frame is freed and nothing is written back; alone; step-local pages only
+    #: page content, gone after release: the frame is freed and nothing is written back; alone; step-local
+    #: pages only
     CONSUME = "consume"
 
 
@@ -38,13 +39,14 @@ class Lease:
 
     Attributes:
         pages: the pages, in the order of the request.
-        arrays: per page a uint8 array of `layout.page_nbytes(page)` bytes at an address that is a multiple of 4096; valid
-            until release. Bytes past the end of the plane in its last page are padding: the store zeroes them.
+        arrays: per page a uint8 array of `layout.page_nbytes(page)` bytes at an address that is a multiple of
+            4096; valid until release. Bytes past the end of the plane in its last page are padding: the store
+            zeroes them.
     """
 
     __slots__ = (
-        "arrays", "blocked_on", "entries", "error", "event", "granted", "held", "intents", "overtaken", "owner", "pages",
-        "pinned", "scheduled", "unfilled", "zeroes",
+        "arrays", "blocked_on", "entries", "error", "event", "granted", "held", "intents", "overtaken",
+        "owner", "pages", "pinned", "scheduled", "unfilled", "zeroes",
     )  # fmt: skip
 
     def __init__(

@@ -1,17 +1,16 @@
 """Which page leaves DRAM first.
 
-A policy only ranks. `Candidates` keeps the pages that may be evicted (resident, not leased, not in transit) in two heaps, clean
-and dirty, ordered by that rank; entries of pages that were taken back are dropped when they surface, so every operation is
-O(log n) amortised.
+A policy only ranks. `Candidates` keeps the pages that may be evicted (resident, not leased, not in transit)
+in two heaps, clean and dirty, ordered by that rank. Pages that were taken back stay in the heaps as dead
+items and are dropped when they surface or outnumber the rest, so every operation is O(log n) amortised.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from tierstream.io.errors import InvariantError
-from tierstream.tiered.layout import Page
 
 #: Position of a use that is not on the schedule.
 NEVER = 1 << 62
@@ -25,7 +24,7 @@ class Policy(Protocol):
     name: str
 
     def rank(self, next_use: int, last_use: int, dirty: bool) -> Rank:
-        """Rank of a candidate; ranks of the same page clean and dirty must differ.
+        """Rank of a candidate.
 
         Args:
             next_use: position of its next use in the schedule, or `NEVER`.
@@ -45,10 +44,11 @@ class Lru:
 
 
 class Lookahead:
-    """Used furthest in the future first: L. A. Belady's MIN (IBM Systems Journal 5(2), 1966) on the known schedule.
+    """Used furthest in the future first: L. A. Belady's MIN (IBM Systems Journal 5(2), 1966) on a known
+    schedule.
 
-    At equal distance a clean page goes first, because it leaves without a write, then the least recently used; pages that
-    are not on the schedule are all equally far.
+    At equal distance a clean page goes first, because it leaves without a write, then the least recently
+    used; pages that are not on the schedule are all equally far.
     """
 
     name = "lookahead"
@@ -60,71 +60,79 @@ class Lookahead:
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Lru(), Lookahead())}
 
 
-class Candidates:
-    """The pages that may be evicted, in the order of a policy."""
+class Ranked(Protocol):
+    """What is ranked."""
+
+    next_use: int
+    last_use: int
+    dirty: bool
+
+
+_Item = TypeVar("_Item", bound=Ranked)
+
+
+class Candidates(Generic[_Item]):
+    """The pages that may be evicted, in the order of a policy. Take a page out before its rank changes."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._live: dict[Page, Rank] = {}
+        self._adds = 0
+        # The number of the latest `add` of each candidate: it tells a live heap item from a dead one.
+        self._live: dict[_Item, int] = {}
         self._clean = _LazyHeap(self._live)
         self._dirty = _LazyHeap(self._live)
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __contains__(self, page: Page) -> bool:
-        return page in self._live
+    def __contains__(self, item: _Item) -> bool:
+        return item in self._live
 
-    def add(self, page: Page, next_use: int, last_use: int, dirty: bool) -> None:
-        """Add a page; `remove` it before its rank changes."""
-        if page in self._live:
-            raise InvariantError(f"{page} is a candidate for eviction already")
-        rank = self._policy.rank(next_use, last_use, dirty)
-        self._live[page] = rank
-        (self._dirty if dirty else self._clean).push(rank, page)
+    def add(self, item: _Item) -> None:
+        if item in self._live:
+            raise InvariantError("a page is added to the candidates for eviction twice")
+        self._adds += 1
+        self._live[item] = self._adds
+        rank = self._policy.rank(item.next_use, item.last_use, item.dirty)
+        (self._dirty if item.dirty else self._clean).push(rank, self._adds, item)
 
-    def remove(self, page: Page) -> bool:
+    def remove(self, item: _Item) -> bool:
         """Take a page out, if it is in; tells whether it was."""
-        return self._live.pop(page, None) is not None
+        return self._live.pop(item, None) is not None
 
-    def clear(self) -> None:
-        self._live.clear()
-        self._clean.items.clear()
-        self._dirty.items.clear()
-
-    def best(self) -> tuple[Page, bool] | None:
-        """The next victim and whether it is dirty; None without candidates."""
+    def best(self) -> _Item | None:
+        """The next victim."""
         clean, dirty = self._clean.peek(), self._dirty.peek()
-        if clean is None:
-            return None if dirty is None else (dirty[1], True)
-        if dirty is None or clean < dirty:
-            return clean[1], False
-        return dirty[1], True
+        if clean is None or dirty is None:
+            first = clean or dirty
+            return None if first is None else first[2]
+        return clean[2] if clean[0] <= dirty[0] else dirty[2]
 
-    def best_dirty(self) -> Page | None:
-        """The dirty page that would be evicted first."""
-        dirty = self._dirty.peek()
-        return None if dirty is None else dirty[1]
+    def best_dirty(self) -> _Item | None:
+        """The next victim among the dirty pages."""
+        first = self._dirty.peek()
+        return None if first is None else first[2]
 
 
-class _LazyHeap:
-    """A heap of (rank, page) whose dead items (rank differs from `live`) are dropped when they surface or outnumber the rest."""
+class _LazyHeap(Generic[_Item]):
+    """A heap of (rank, number of the `add`, page), some of them dead."""
 
-    def __init__(self, live: dict[Page, Rank]) -> None:
+    def __init__(self, live: dict[_Item, int]) -> None:
         self._live = live
-        self.items: list[tuple[Rank, Page]] = []
+        self._items: list[tuple[Rank, int, _Item]] = []
 
-    def push(self, rank: Rank, page: Page) -> None:
-        if len(self.items) > 2 * len(self._live) + 64:
-            self.items[:] = [item for item in set(self.items) if self._live.get(item[1]) == item[0]]
-            heapify(self.items)
-        heappush(self.items, (rank, page))
+    def push(self, rank: Rank, number: int, item: _Item) -> None:
+        items = self._items
+        if len(items) > 2 * len(self._live) + 64:
+            items[:] = [entry for entry in items if self._live.get(entry[2]) == entry[1]]
+            heapify(items)
+        heappush(items, (rank, number, item))
 
-    def peek(self) -> tuple[Rank, Page] | None:
-        items = self.items
+    def peek(self) -> tuple[Rank, int, _Item] | None:
+        """The live item of the smallest rank."""
+        items = self._items
         while items:
-            item = items[0]
-            if self._live.get(item[1]) == item[0]:
-                return item
+            if self._live.get(items[0][2]) == items[0][1]:
+                return items[0]
             heappop(items)
         return None

@@ -39,7 +39,8 @@ class StoreStats:
 
 @dataclass(slots=True)
 class Faults:
-    """Random delays that bring ordering bugs to light: before each I/O completes, and as each lease is granted.
+    """Random delays that bring ordering bugs to light: before each I/O completes, and as each lease is
+    granted.
 
     Args:
         seed: of the delays' random numbers.

@@ -1,65 +1,390 @@
-"""The store: pages of model state in DRAM, backed by chunk files on NVMe."""
+"""The store: pages of model state in DRAM, backed by chunk files on NVMe.
+
+`Cache` decides, under one lock; this module brings the threads together with it. A thread that must wait
+sleeps on an event of its own request, which every change that it must see sets, so no wake-up is lost. One
+thread of the store starts all transfers; the backend's threads report their ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstream.tiered.layout import Layout, Page
+from tierstream.io.errors import ConfigError, InvariantError
+from tierstream.tiered.arena import POISON, Register, Unregister
+from tierstream.tiered.cache import Cache, Kind, Transfer
+from tierstream.tiered.frames import Entry, FramePool, HomePool, UniformPool
+from tierstream.tiered.layout import Layout, Page, PlaneSpec
 from tierstream.tiered.lease import Intent, Lease
+from tierstream.tiered.policy import POLICIES
+from tierstream.tiered.prefetch import Schedule
 from tierstream.tiered.stats import Faults, StoreStats
+
+__all__ = ["Directory", "Faults", "Intent", "Lease", "Store", "StoreStats"]
+
+
+class Directory(Protocol):
+    """Where pages live that are not in DRAM: `ZarrDirectory`."""
+
+    def read(self, page: Page, frame: NDArray[np.uint8]) -> Future[int]: ...
+    def write(self, page: Page, frame: NDArray[np.uint8]) -> Future[int]: ...
+    def close(self) -> None: ...
 
 
 class Store:
-    """Signatures of the store."""
+    """All planes of a layout, as pages that are leased.
 
-    stats: StoreStats
-    layout: Layout
+    Any number of threads may use it; each holds at most one lease at a time.
+
+    Args:
+        layout: units, planes, page size.
+        dram_bytes: the DRAM budget; whole frames of `layout.page_bytes` are made of it.
+        directory: chunk files behind the DRAM; the store closes it. None: the DRAM is home to every page, and
+            small planes take no more than their size.
+        policy: "lookahead" or "lru".
+        prefetch_bytes: how far prefetch looks ahead on the schedule, in bytes of page uses; 0 turns it off.
+        writeback_bytes: write-backs in flight at most.
+        register: pins a range `(address, nbytes)` for the GPU, or raises; see `Arena`.
+        unregister: takes the address of such a range.
+        debug: fill freed frames with 0xFF, NaN in bfloat16 and in float32.
+        faults: random delays, for tests.
+
+    Attributes:
+        stats: counters; see `StoreStats`.
+        pinned: the DRAM is pinned for the GPU.
+        pageable_reason: why `register` did not succeed, for a warning; empty otherwise.
+
+    Raises:
+        BudgetError: `dram_bytes` holds no frame, or, without a directory, not every page.
+        ConfigError: there is no such policy.
+    """
 
     def __init__(
         self,
         layout: Layout,
         *,
         dram_bytes: int,
-        directory: Any | None,
+        directory: Directory | None,
         policy: str = "lookahead",
         prefetch_bytes: int,
         writeback_bytes: int,
-        register: Callable[[int, int], None] | None = None,
-        unregister: Callable[[int], None] | None = None,
+        register: Register | None = None,
+        unregister: Unregister | None = None,
         debug: bool = False,
         faults: Faults | None = None,
     ) -> None:
-        raise NotImplementedError
+        if policy not in POLICIES:
+            raise ConfigError(f"unknown cache policy {policy!r}: choose one of {', '.join(POLICIES)}")
+        self.layout = layout
+        pool: FramePool = (HomePool if directory is None else UniformPool)(
+            layout, dram_bytes, register, unregister
+        )
+        self.stats = StoreStats(frame_count=pool.count)
+        self._arena = pool.arena
+        self.pinned, self.pageable_reason = pool.arena.pinned, pool.arena.pageable_reason
+        if debug:
+            for frame in pool.arena.frames:
+                frame.fill(POISON)
+        self._directory = directory
+        self._faults = faults
+        self._transfers: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._in_flight = 0
+        self._lock = threading.Lock()
+        # For flush and close; requests sleep on their own events.
+        self._changed = threading.Condition(self._lock)
+        self._watchers = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._cache = Cache(
+            layout,
+            pool,
+            None if directory is None else POLICIES[policy],
+            prefetch_bytes=prefetch_bytes,
+            writeback_bytes=writeback_bytes,
+            debug=debug,
+            stats=self.stats,
+            issue=self._issue,
+        )
+        self._thread: threading.Thread | None = None
+        if directory is not None:
+            self._thread = threading.Thread(
+                target=self._transfer_loop, args=(directory,), name="tierstream-store", daemon=True
+            )
+            self._thread.start()
+
+    # Leases
 
     def acquire(self, uses: Sequence[tuple[Page, Intent]], *, scheduled: bool = True) -> Lease:
-        """`scheduled=False`: the uses are not on the schedule of `begin_step` (a snapshot, an export)."""
-        raise NotImplementedError
+        """Wait until every page is in DRAM, and lease them all.
+
+        Frames are granted all or none, in order of request.
+
+        Args:
+            uses: pages, each at most once, and what is done with them.
+            scheduled: these are uses on the schedule of `begin_step`; False for those beside it (snapshot,
+                export).
+
+        Raises:
+            BudgetError: more pages than there are frames.
+            StorageError: a read or write-back failed, now or earlier.
+            InvariantError: unknown page, a page named twice, a step-local page read that has no content, a
+                durable page consumed, or the store is closed.
+        """
+        pages = [page for page, _ in uses]
+        if len(set(pages)) != len(pages):
+            raise InvariantError(f"a request names a page twice: {pages}")
+        with self._lock:
+            self._check()
+            entry = self._cache.entry
+            lease = Lease(
+                self, pages, [entry(page) for page in pages], [intent for _, intent in uses], scheduled
+            )
+            for wanted, intent in zip(lease.entries, lease.intents, strict=True):
+                if intent is Intent.CONSUME and wanted.durable:
+                    raise InvariantError(f"{wanted.page} is durable and cannot be consumed")
+            self._cache.submit(lease)
+            ready = lease.granted and not lease.unfilled
+            if not ready:
+                lease.event = threading.Event()
+                if lease.granted or lease.error:
+                    lease.event.set()
+        if not ready:
+            self._wait(lease)
+        if self._faults is not None:
+            self._faults.delay()
+        lease.held = True
+        return lease
 
     def release(self, lease: Lease) -> None:
-        raise NotImplementedError
+        """Give the pages back, changed as the intents said.
+
+        Raises:
+            InvariantError: it was released before.
+        """
+        with self._lock:
+            if not lease.held:
+                raise InvariantError(f"a lease is released twice: {lease.pages}")
+            lease.held = False
+            lease.arrays = []
+            self._cache.release(lease)
+            self._notify()
 
     def discard(self, pages: Iterable[Page]) -> None:
-        raise NotImplementedError
+        """Forget the content of step-local pages that nobody holds (a skipped step's gradients).
+
+        Raises:
+            InvariantError: a page is durable, or leased.
+        """
+        with self._lock:
+            self._cache.discard([self._cache.entry(page) for page in pages])
 
     def begin_step(self, schedule: Sequence[Page], following: Sequence[Page]) -> None:
-        raise NotImplementedError
+        """Tell what will be used, for eviction and prefetch. It changes speed only, never content.
 
-    def write_range(self, unit: str, plane: str, start_element: int, values: NDArray[Any]) -> None:
-        raise NotImplementedError
-
-    def read_range(self, unit: str, plane: str, start_element: int, out: NDArray[np.generic]) -> None:
-        raise NotImplementedError
+        Args:
+            schedule: page uses of this step, in order; those of the step before that did not come are
+                forgotten.
+            following: page uses of the step after it, and of every one after that.
+        """
+        parsed = Schedule(schedule, following)
+        with self._lock:
+            self._check()
+            self._cache.begin(parsed)
 
     def has_content(self, page: Page) -> bool:
-        """Whether the page was ever written (and, for a step-local page, not consumed or discarded since)."""
-        raise NotImplementedError
+        """Whether the page was ever written and, if step-local, not consumed or discarded since."""
+        with self._lock:
+            return self._cache.entry(page).stored
+
+    # Ranges
+
+    def write_range(self, unit: str, plane: str, start_element: int, values: NDArray[Any]) -> None:
+        """Set elements `[start_element, start_element + len(values))` of a plane, page by page.
+
+        Args:
+            unit: name of the unit.
+            plane: name of the plane.
+            start_element: first element.
+            values: flat array of the plane's dtype; bfloat16 also as uint16 bit patterns.
+
+        Raises:
+            InvariantError: unknown plane, wrong dtype, or out of range.
+        """
+        source = self._range_bytes(unit, plane, start_element, values)
+        for page, inside, outside in self._pieces(unit, plane, start_element, values.size):
+            start, end = self.layout.page_span(page)
+            item = self.layout.spec(unit, plane).item_bytes
+            whole = inside.stop - inside.start == (end - start) * item
+            with self.acquire(
+                [(page, Intent.OVERWRITE if whole else Intent.UPDATE)], scheduled=False
+            ) as lease:
+                lease.arrays[0][inside] = source[outside]
+
+    def read_range(self, unit: str, plane: str, start_element: int, out: NDArray[Any]) -> None:
+        """Copy elements `[start_element, start_element + len(out))` of a plane; else as `write_range`."""
+        target = self._range_bytes(unit, plane, start_element, out)
+        for page, inside, outside in self._pieces(unit, plane, start_element, out.size):
+            with self.acquire([(page, Intent.READ)], scheduled=False) as lease:
+                target[outside] = lease.arrays[0][inside]
+
+    def _range_bytes(self, unit: str, plane: str, start: int, values: NDArray[Any]) -> NDArray[np.uint8]:
+        """The bytes of an array that goes to or comes from a plane, after checking that it fits."""
+        spec = self.layout.planes.get((unit, plane))
+        if spec is None:
+            raise InvariantError(f"plane {unit}/{plane} is not in the layout")
+        if not _fits(values, spec) or values.ndim != 1 or not values.flags.c_contiguous:
+            raise InvariantError(
+                f"plane {unit}/{plane} takes a flat {spec.dtype} array, not {values.dtype} of {values.shape}"
+            )
+        if not 0 <= start <= start + values.size <= spec.numel:
+            raise InvariantError(
+                f"elements [{start}, {start + values.size}) are not in plane {unit}/{plane} of {spec.numel}"
+            )
+        return values.view(np.uint8)
+
+    def _pieces(self, unit: str, plane: str, start: int, count: int) -> Iterable[tuple[Page, slice, slice]]:
+        """Per page of a range: bytes of the page, bytes of the range."""
+        item = self.layout.spec(unit, plane).item_bytes
+        for page in self.layout.pages_over(unit, plane, start, start + count) if count else []:
+            first, last = self.layout.page_span(page)
+            low, high = max(first, start), min(last, start + count)
+            inside = slice((low - first) * item, (high - first) * item)
+            yield page, inside, slice((low - start) * item, (high - start) * item)
+
+    # Ends
 
     def flush(self) -> None:
-        raise NotImplementedError
+        """Bring the chunk files of all durable planes up to date, and wait for it.
+
+        Raises:
+            StorageError: a write failed.
+        """
+        if self._directory is None:
+            return
+        with self._lock:
+            self._watchers += 1
+            try:
+                left: list[Entry] | None = None
+                while True:
+                    self._check()
+                    left = self._cache.write_back(left)
+                    if not left:
+                        return
+                    self._changed.wait()
+            finally:
+                self._watchers -= 1
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Wait for transfers under way and let everything go: threads, files, memory.
+
+        Dirty pages are not written (`flush` does it). Leases still held stay valid memory. A second call does
+        nothing.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._cache.fail(
+                self._error or InvariantError("the store was closed while a request was waiting")
+            )
+            self._notify()
+        self._transfers.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._watchers += 1
+            while self._in_flight:
+                self._changed.wait()
+        if self._directory is not None:
+            self._directory.close()
+        self._arena.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # Waiting and transfers
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise InvariantError("the store is closed")
+
+    def _wait(self, lease: Lease) -> None:
+        """Sleep until the lease is granted and its pages are filled; fill those that start as zeros."""
+        event = lease.event
+        assert event is not None
+        begun = time.perf_counter()
+        granted_at: float | None = None
+        while True:
+            event.wait()
+            with self._lock:
+                event.clear()
+                if lease.error is not None:
+                    raise lease.error
+                if lease.granted and granted_at is None:
+                    granted_at = time.perf_counter()
+                zeroes, lease.zeroes = lease.zeroes, []
+                if granted_at is not None and not lease.unfilled:
+                    self.stats.frame_wait_s += granted_at - begun
+                    self.stats.read_wait_s += time.perf_counter() - granted_at
+                    return
+            for entry in zeroes:
+                entry.view().fill(0)
+            if zeroes:
+                with self._lock:
+                    for entry in zeroes:
+                        self._cache.filled(entry)
+
+    def _issue(self, transfer: Transfer) -> None:
+        self._in_flight += 1
+        self._transfers.put(transfer)
+
+    def _transfer_loop(self, directory: Directory) -> None:
+        """Start transfers in order, in the store's own thread: opening a file may take a while."""
+        while (transfer := self._transfers.get()) is not None:
+            move = directory.write if transfer.kind is Kind.WRITE else directory.read
+            try:
+                future = move(transfer.entry.page, transfer.entry.view())
+            except BaseException as error:
+                self._ended(transfer, error)
+            else:
+                future.add_done_callback(partial(self._transfer_done, transfer))
+
+    def _transfer_done(self, transfer: Transfer, future: Future[int]) -> None:
+        if self._faults is not None:
+            self._faults.delay()
+        self._ended(transfer, future.exception())
+
+    def _ended(self, transfer: Transfer, error: BaseException | None) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            if error is None:
+                try:
+                    self._cache.complete(transfer)
+                except BaseException as bug:
+                    error = bug
+            if error is not None:
+                self._error = self._error or error
+                self._cache.fail(self._error)
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._watchers:
+            self._changed.notify_all()
+
+
+def _fits(values: NDArray[Any], spec: PlaneSpec) -> bool:
+    """bfloat16 is no dtype of numpy's own: its bit patterns are taken too."""
+    return values.dtype.name == spec.dtype or (spec.dtype == "bfloat16" and values.dtype == np.uint16)
