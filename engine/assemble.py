@@ -52,20 +52,12 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     Raises:
         StorageError: names the directory, the bytes needed and the bytes free.
     """
-    needs: list[tuple[Path, int]] = []
-    roots = [Path(name) for name in config.tiers.nvme_dirs or []]
-    for root in roots:
-        needs.append((root, -(-(plan.nvme_bytes + plan.spill_bytes) // len(roots))))
+    roots = [os.path.abspath(name) for name in config.tiers.nvme_dirs or []]
+    needs: dict[str, int] = {root: -(-(plan.nvme_bytes + plan.spill_bytes) // len(roots)) for root in roots}
     if config.checkpoint.every_steps is not None or config.checkpoint.at_end:
         saves = 1 if config.checkpoint.every_steps is None else config.checkpoint.keep + 1
-        needs.append((run_dir, saves * plan.durable_bytes))
-    together: dict[int, int] = {}
-    for path, need in needs:
-        if not path.exists():
-            drives.check_directory(path, 0)  # raises: missing
-        device = os.stat(path).st_dev
-        together[device] = together.get(device, 0) + need
-        drives.check_directory(path, together[device])
+        needs[os.path.abspath(run_dir)] = needs.get(os.path.abspath(run_dir), 0) + saves * plan.durable_bytes
+    drives.check_directories(needs)
 
 
 def open_drives(config: RunConfig, layout: Layout, attributes: dict[str, object]) -> Drives | None:

@@ -46,6 +46,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Control characters and odd line ends survive only between double quotes."""
+        style = None if text.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 def parse_scalar(text: str) -> Any:
     """What the plain YAML scalar `text` means: a number, true, false, null, or the text itself."""

@@ -53,6 +53,7 @@ def leaves(cls: type) -> Mapping[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(cls, "")}
 
 
+@cache
 def sections(cls: type) -> Mapping[str, type]:
     """Fields of `cls` that are configurations themselves."""
     return {name: hint for name, hint in get_type_hints(cls).items() if dataclasses.is_dataclass(hint)}

@@ -23,7 +23,8 @@ from typing import Any
 
 from tierstream.engine.config_file import dump
 from tierstream.io import durable
-from tierstream.io.errors import ConfigError, StorageError
+from tierstream.io.drives import DirectoryLock
+from tierstream.io.errors import ConfigError, storage_errors
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,7 +188,7 @@ class Observer:
 
 
 class RunDirectory:
-    """The directory of one run.
+    """The directory of one run. As a context manager it is locked against other processes.
 
     Args:
         path: created if missing.
@@ -195,7 +196,7 @@ class RunDirectory:
 
     Raises:
         ConfigError: the directory holds another run's results and `resume` is off, or it is no directory.
-        StorageError: it cannot be created.
+        StorageError: it cannot be created; on entering: another process holds it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool) -> None:
@@ -205,15 +206,14 @@ class RunDirectory:
         self.result_path = self.path / "result.json"
         self.checkpoints = self.path / "checkpoints"
         self.data = self.path / "data"
-        try:
-            for directory in (self.path, self.checkpoints, self.data):
-                directory.mkdir(parents=True, exist_ok=True)
-            if not resume:
+        self._lock: DirectoryLock | None = None
+        for directory in (self.path, self.checkpoints, self.data):
+            durable.make_directories(directory)
+            if not directory.is_dir():
+                raise ConfigError(f"run_dir is {self.path}, but {directory} is not a directory")
+        if not resume:
+            with storage_errors("reading", self.path):
                 self._refuse_overwriting()
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"run_dir is {self.path}, but {error.filename} is not a directory") from error
-        except OSError as error:
-            raise StorageError("creating the run directory", self.path, error) from error
 
     def _refuse_overwriting(self) -> None:
         results = (self.metrics_path, self.result_path)
@@ -224,6 +224,14 @@ class RunDirectory:
                 f"run_dir {self.path} already holds a run ({', '.join(found)}); choose another run_dir, or "
                 "set checkpoint.resume to auto to go on with this one"
             )
+
+    def __enter__(self) -> RunDirectory:
+        self._lock = DirectoryLock(self.path)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def write_config(self, config: Any) -> None:
         """`config` (the tree of dataclasses) to `config.yaml`. Raises StorageError."""
@@ -253,20 +261,19 @@ class MetricsWriter:
 
     def __init__(self, path: Path, *, last_step: int) -> None:
         self._path = path
-        try:
+        with storage_errors("opening", path):
             end = _end_of_step(path, last_step) if path.exists() else 0
-            self._file = path.open("ab")
+            self._file = path.open(
+                "ab", buffering=0
+            )  # so that a failed write leaves nothing for `close` to try again
             self._file.truncate(end)
-        except OSError as error:
-            raise StorageError("opening", path, error) from error
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one line. Raises StorageError."""
-        try:
-            self._file.write(metrics.to_json().encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise StorageError("writing", self._path, error) from error
+        rest = metrics.to_json().encode() + b"\n"
+        with storage_errors("writing", self._path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         self._file.close()

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -55,14 +55,14 @@ def check_directory(path: PathLike, need_bytes: int = 0) -> DirectoryInfo:
         StorageError: it is missing, no directory, a circle of links, not writable, or has too little free
     space.
     """
-    return check_directories({path: need_bytes})[0]
+    return check_directories([(path, need_bytes)])[0]
 
 
-def check_directories(needs: Mapping[PathLike, int]) -> list[DirectoryInfo]:
+def check_directories(needs: Iterable[tuple[PathLike, int]]) -> list[DirectoryInfo]:
     """`check_directory` for several directories and the bytes each needs; those on one drive share it."""
     infos: list[DirectoryInfo] = []
     need_of_drive: dict[int, int] = {}
-    for path, need_bytes in needs.items():
+    for path, need_bytes in needs:
         name = os.path.abspath(path)
         drive = _check_is_directory(name)
         need_of_drive[drive] = need_of_drive.get(drive, 0) + need_bytes

@@ -78,7 +78,7 @@ class Unit:
 
 
 def pack_unit(name: str, dtype: str, tensors: Iterable[tuple[str, Sequence[int], bool]]) -> Unit:
-    """Pack `(name, shape, decay)` tensors into a unit, decayed ones first: each rule is one contiguous run."""
+    """Pack `(name, shape, decay)` tensors into a unit, decayed first: each rule is one contiguous run."""
     specs: list[TensorSpec] = []
     end = 0
     for tensor_name, shape, decay in sorted(tensors, key=lambda item: not item[2]):

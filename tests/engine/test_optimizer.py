@@ -26,14 +26,18 @@ def test_decay_equals_torchs_schedulers(schedule: str) -> None:
     else:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total, eta_min=0.5 * floor)
     for update in range(total):
-        assert learning_rate(config, update, total) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        assert learning_rate(config, update, total) == pytest.approx(
+            optimizer.param_groups[0]["lr"], rel=1e-9
+        )
         optimizer.step()
         scheduler.step()
 
 
 def test_the_norm_is_global_and_the_factor_is_torchs() -> None:
     config = OptimizerConfig(clip_norm=0.5)
-    parts = {name: torch.randn(50, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
+    parts = {
+        name: torch.randn(50, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")
+    }
     verdict = judge(config, {n: float(p.double().square().sum()) for n, p in parts.items()}, 7, 100)
     leaves = [p.clone().requires_grad_() for p in parts.values()]
     for leaf, part in zip(leaves, parts.values(), strict=True):
@@ -58,7 +62,8 @@ def test_one_value_that_is_not_finite_skips_the_step(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("lr", -1.0), ("beta1", 1.0), ("eps", 0.0), ("clip_norm", 0.0), ("max_skipped_in_a_row", 0)]
+    ("key", "value"),
+    [("lr", -1.0), ("beta1", 1.0), ("eps", 0.0), ("clip_norm", 0.0), ("max_skipped_in_a_row", 0)],
 )
 def test_bad_values_are_refused_by_name(key: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\.{key} is {value}"):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.runs import final_planes, make_run, records, train
+from support.runs import dump, final_planes, make_run, records, train, train_file
 from tierstream.engine.byte_size import ByteSize
 from tierstream.io.errors import CheckpointError, ConfigError
 from tierstream.tiered.snapshot import Snapshot
@@ -115,20 +114,10 @@ def test_other_data_is_refused(uninterrupted: tuple[Path, dict, list[dict]], tmp
         train(config)
 
 
-KILLED = """
-import sys
-sys.path[:0] = {path!r}
-from support.runs import load, train
-train(load({config!r}))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]]) -> None:
     """Training and checkpointing are killed again and again; every resume starts from a complete checkpoint, none is lost."""
-    from support.runs import dump
-
     _, planes, expected = uninterrupted
     config = make_run(tmp_path, steps=STEPS)
     drive = tmp_path / "drive"
@@ -137,37 +126,36 @@ def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Pat
     config.tiers.dram = ByteSize(24 * 4096)
     config.checkpoint.every_steps, config.checkpoint.resume = 1, "auto"
     path = dump(config, tmp_path / "killed.json")
-    script = KILLED.format(path=[entry for entry in sys.path if entry], config=str(path))
+    spawn = multiprocessing.get_context("forkserver")  # every child is a fresh fork of a process that only imported torch
+    spawn.set_forkserver_preload(["tierstream.engine.trainer", "support.runs"])
     chance = random.Random(4)
     kills = 0
     while kills < 20:
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        started = _wait_for_training(process, Path(config.run_dir))
-        if started:
-            time.sleep(chance.random() * 0.4)
-        process.send_signal(signal.SIGKILL)
-        _, error = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL), error.decode()
-        kills += process.returncode == -signal.SIGKILL
-        newest = _complete_checkpoints(Path(config.run_dir))
-        for snapshot in newest:
+        process = spawn.Process(target=train_file, args=(str(path),))
+        begin = time.time()
+        process.start()
+        _wait_for_training(process, Path(config.run_dir), begin)
+        time.sleep(chance.random() * 0.3)
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        kills += process.exitcode == -signal.SIGKILL
+        for snapshot in _complete_checkpoints(Path(config.run_dir)):
             snapshot.verify()
-        if process.returncode == 0:
+        if process.exitcode == 0:
             shutil.rmtree(config.run_dir)  # it came to its end before the signal: begin again
     train(config)
     assert trajectory(records(config)) == trajectory(expected)
     assert same(final_planes(config), planes)
 
 
-def _wait_for_training(process: subprocess.Popen, run_dir: Path) -> bool:
-    """Until the process has written its first step or checkpoint since it started, or has ended."""
+def _wait_for_training(process: multiprocessing.process.BaseProcess, run_dir: Path, begin: float) -> None:
+    """Until the process has opened its metrics, so that the signal falls into training or saving, or has ended."""
     watched = run_dir / "metrics.jsonl"
-    begin = time.time()
-    while process.poll() is None and time.time() - begin < 60:
-        if watched.exists() and watched.stat().st_mtime >= begin and watched.stat().st_size:
-            return True
+    while process.is_alive() and time.time() - begin < 60:
+        if watched.exists() and watched.stat().st_mtime >= begin:
+            return
         time.sleep(0.005)
-    return False
 
 
 def _complete_checkpoints(run_dir: Path) -> list[Snapshot]:

@@ -50,6 +50,11 @@ def train(config: RunConfig) -> RunSummary:
     return Trainer(config).run()
 
 
+def train_file(path: str) -> None:
+    """Entry of a process of its own: the run that `dump` wrote to `path`."""
+    train(load(path))
+
+
 def records(config: RunConfig) -> list[dict]:
     return [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
 
