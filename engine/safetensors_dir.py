@@ -1,0 +1,279 @@
+"""A directory of safetensors files, checked as a whole before a byte of weights is read.
+
+Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length N, N bytes of JSON
+`{name: {dtype, shape, data_offsets: [begin, end)}}`, then the data without gaps; offsets count from its first
+    byte and need not be aligned to anything. Reading by offset into our own buffers, instead of mapping the
+    file, keeps the memory bounded and makes alignment a matter of no concern.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstream.io import seam
+from tierstream.io.errors import ModelSourceError
+from tierstream.io.transfer import Direction, transfer_all, transfer_some
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+#: Longest header that the format's reference implementation accepts.
+HEADER_BYTES_MAX = 100_000_000
+#: Bits per element of every type of the format.
+ITEM_BITS: Mapping[str, int] = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6,
+    "F6_E3M2": 6, "F4": 4, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8,
+    "BOOL": 8, "C64": 64,
+}  # fmt: skip
+#: Types that weights may have, and how numpy sees their bytes (a bfloat16 is the upper half of an fp32).
+FLOAT_DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One stored tensor: `nbytes` bytes from byte `offset` of `file`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class CheckpointDir:
+    """A checked model directory. `unnamed_files`: safetensors files that hold no tensor of this model and are
+    left alone."""
+
+    path: Path
+    tensors: Mapping[str, TensorEntry] = field(repr=False)
+    unnamed_files: tuple[str, ...] = ()
+
+    def read(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of one whole tensor."""
+        entry = self.tensors[name]
+        out = np.empty(entry.nbytes, np.uint8)
+        with _opened(entry.file) as fd:
+            transfer_all(Direction.READ, fd, str(entry.file), out, entry.offset)
+        return out
+
+    def slices(self, name: str, max_elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield `(first element, values)` over one tensor of a float type, in order.
+
+        `values` is fp32, exact for all types but F64, at most `max_elements` long and valid until the next
+        slice: all slices share one buffer for the stored bytes and one for the values.
+        """
+        entry = self.tensors[name]
+        stored = FLOAT_DTYPES[entry.dtype]
+        per_slice = max(1, min(max_elements, entry.numel))
+        raw, values = np.empty(per_slice, stored), np.empty(per_slice, np.float32)
+        with _opened(entry.file) as fd:
+            for start in range(0, entry.numel, per_slice):
+                count = min(per_slice, entry.numel - start)
+                offset = entry.offset + start * stored.itemsize
+                transfer_all(Direction.READ, fd, str(entry.file), raw[:count].view(np.uint8), offset)
+                if entry.dtype == "BF16":
+                    np.left_shift(raw[:count], 16, out=values[:count].view(np.uint32), dtype=np.uint32)
+                else:
+                    with np.errstate(over="ignore"):  # an F64 beyond fp32 becomes inf, which loading refuses
+                        values[:count] = raw[:count]
+                yield start, values[:count]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointDir:
+    """Read and compare index, files and headers of a model directory, sharded or not. No weight is read.
+
+    Raises:
+        ModelSourceError: anything that does not fit, naming the file and the remedy.
+    """
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise ModelSourceError(
+            f"model directory {root} {'is not a directory' if root.exists() else 'does not exist'}; "
+            "give the path of a downloaded model (names on the hub are not looked up)"
+        )
+    try:
+        present = sorted(name for name in os.listdir(root) if name.endswith(".safetensors"))
+    except OSError as error:
+        raise ModelSourceError(f"model directory {root} cannot be listed: {error.strerror}") from error
+    index = _find_index(root)
+    if index is not None:
+        return _open_indexed(root, index, present)
+    if SINGLE_FILE in present or len(present) == 1:
+        name = SINGLE_FILE if SINGLE_FILE in present else present[0]
+        others = tuple(other for other in present if other != name)
+        return CheckpointDir(root, {entry.name: entry for entry in read_header(root / name)}, others)
+    if present:
+        raise ModelSourceError(
+            f"{root} holds {len(present)} safetensors files ({some(present)}) but neither {INDEX_FILE} nor "
+            f"{SINGLE_FILE}; download the index file of this model again"
+        )
+    hint = "; convert its PyTorch .bin files to safetensors first" if list(root.glob("*.bin")) else ""
+    raise ModelSourceError(f"{root} holds no safetensors file{hint or '; is it a model directory?'}")
+
+
+def read_header(file: Path) -> list[TensorEntry]:
+    """Tensors of one safetensors file in file order, after checking that the file holds exactly the bytes it
+    promises."""
+    where = _describe(file)
+    try:
+        with _opened(file) as fd:
+            size = seam.current().fstat(fd).st_size
+            prefix = np.zeros(8, np.uint8)
+            transfer_some(Direction.READ, fd, str(file), prefix, 0)
+            length = int.from_bytes(prefix.tobytes(), "little")
+            if not 2 <= length <= min(size - 8, HEADER_BYTES_MAX):
+                raise ModelSourceError(
+                    f"{where} is not a safetensors file, or cut off: {size} bytes with a header of {length}; "
+                    "download it again"
+                )
+            text = np.empty(length, np.uint8)
+            transfer_all(Direction.READ, fd, str(file), text, 8)
+    except OSError as error:
+        raise ModelSourceError(f"{where} cannot be read: {error.strerror}") from error
+    try:
+        header = json.loads(text.tobytes())
+        header.pop("__metadata__", None)
+        entries = [_entry(name, info, file, 8 + length) for name, info in header.items()]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelSourceError(f"{where} has a damaged header ({error!r}); download it again") from error
+    entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
+    end = 8 + length
+    for entry in entries:
+        if entry.offset != end:
+            raise ModelSourceError(
+                f"{where} has a damaged header: tensor {entry.name} starts at byte {entry.offset}, not "
+                f"{end}; download it again"
+            )
+        end += entry.nbytes
+    if end != size:
+        state = "is cut off" if size < end else "is longer than its header says"
+        raise ModelSourceError(
+            f"{where} {state}: {size} bytes, its header describes {end}; download it again"
+        )
+    return entries
+
+
+def _entry(name: str, info: Mapping[str, object], file: Path, data_start: int) -> TensorEntry:
+    """One header record; any surprise is a ValueError, TypeError or KeyError."""
+    dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]  # type: ignore[misc]
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"tensor {name} with shape {shape} at {begin}..{end}")
+    bits = ITEM_BITS[dtype]
+    if (end - begin) * 8 != prod(shape) * bits:
+        raise ValueError(
+            f"tensor {name}: {dtype}{shape} takes {prod(shape) * bits // 8} bytes, not {end - begin}"
+        )
+    return TensorEntry(name, file, dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def _find_index(root: Path) -> Path | None:
+    if os.path.lexists(root / INDEX_FILE):
+        return root / INDEX_FILE
+    found = sorted(root.glob("*.safetensors.index.json"))
+    if len(found) > 1:
+        raise ModelSourceError(
+            f"{root} has several index files ({some([f.name for f in found])}) and none is {INDEX_FILE}; "
+            "keep one of them"
+        )
+    return found[0] if found and not os.path.lexists(root / SINGLE_FILE) else None
+
+
+def _open_indexed(root: Path, index: Path, present: list[str]) -> CheckpointDir:
+    """Compare the index with the files and their headers, in both directions."""
+    weight_map = _read_index(index)
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not os.path.lexists(root / name)]
+    if absent:
+        raise ModelSourceError(
+            f"{len(absent)} of the {len(names)} shards that {index} names are missing: {some(absent)}; "
+            "download them again"
+        )
+    tensors: dict[str, TensorEntry] = {}
+    for name in names:
+        _collect(tensors, read_header(root / name))
+    for tensor, shard in weight_map.items():
+        if tensor not in tensors or tensors[tensor].file != root / shard:
+            place = f"it is in {tensors[tensor].file.name}" if tensor in tensors else "no shard holds it"
+            raise ModelSourceError(
+                f"{index} says that tensor {tensor} is in {shard}, but {place}: the index and the shards are "
+                "of different versions; download both again"
+            )
+    unnamed = [name for name in present if name not in names]
+    for name in unnamed:
+        twice = [entry.name for entry in read_header(root / name) if entry.name in tensors]
+        if twice or _is_shard_name(name):
+            what = f"and also holds {some(twice)}" if twice else "though its name is that of a shard"
+            raise ModelSourceError(
+                f"{root / name} is not named by {index.name}, {what}; remove it or the index"
+            )
+    return CheckpointDir(root, tensors, tuple(unnamed))
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        shards = set(weight_map.values())
+    except OSError as error:
+        raise ModelSourceError(f"{_describe(index)} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelSourceError(
+            f"{index} is no index of a sharded model ({error!r}); download it again"
+        ) from error
+    for name in shards:
+        if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in Path(name).parts:
+            raise ModelSourceError(
+                f"{index} names the shard {name!r}; a shard must be a file inside the model directory"
+            )
+    if not weight_map:
+        raise ModelSourceError(f"{index} names no tensor; download it again")
+    return {str(tensor): shard for tensor, shard in weight_map.items()}
+
+
+def _collect(tensors: dict[str, TensorEntry], entries: list[TensorEntry]) -> None:
+    for entry in entries:
+        if entry.name in tensors:
+            raise ModelSourceError(
+                f"tensor {entry.name} is stored twice, in {tensors[entry.name].file} and in {entry.file}; "
+                "remove the shard of the other version"
+            )
+        tensors[entry.name] = entry
+
+
+def _is_shard_name(name: str) -> bool:
+    """Whether a file is called as one of a numbered set, e.g. `model-00002-of-00005.safetensors`."""
+    head, _, tail = name.removesuffix(".safetensors").rpartition("-of-")
+    return tail.isdigit() and head.rpartition("-")[2].isdigit()
+
+
+def _describe(file: Path) -> str:
+    """The path, with where it points if it is a link (the hub's cache is made of links)."""
+    return f"{file} (link to {os.readlink(file)})" if file.is_symlink() else str(file)
+
+
+def some(names: list[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    fd = seam.current().open(str(file), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        seam.current().close(fd)

@@ -1,0 +1,225 @@
+"""From a Hugging Face checkpoint to units: which stored tensor becomes which parameter, then the values.
+
+Names go through transformers' own conversion (`engine/conversion.py`), so what loads here is what
+`from_pretrained` loads. Unlike it, nothing is ever left to a random initialisation: a missing, unexpected or
+mis-shaped tensor ends the run before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tierstream.engine.conversion import Conversion, ResolvedNames, resolve_names
+from tierstream.engine.initialise import WriteRange
+from tierstream.engine.safetensors_dir import FLOAT_DTYPES, CheckpointDir, some
+from tierstream.io.errors import InvariantError, ModelSourceError
+from tierstream.tiered.layout import Unit
+
+#: Host memory that loading may take for its buffers.
+LOAD_BUFFER_BYTES = 64 << 20
+#: Elements per slice when two stored copies of a tensor are compared.
+COMPARE_ELEMENTS = 1 << 20
+
+TORCH_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Where every tensor of a model comes from.
+
+    Attributes:
+        parameters: parameter -> stored tensor with the same elements in the same order. Of tied parameters it
+            is the first name, that of `named_parameters`.
+        conversions: the parameters that transformers computes from other tensors.
+        buffers: persistent buffer -> stored tensor.
+        skipped: stored tensor -> why it is not loaded.
+    """
+
+    checkpoint: CheckpointDir
+    parameters: Mapping[str, str] = field(repr=False)
+    conversions: tuple[Conversion, ...] = field(repr=False)
+    buffers: Mapping[str, str]
+    skipped: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `load_weights` reads."""
+        converted = (key for conversion in self.conversions for key in conversion.keys)
+        return sum(self.checkpoint.tensors[key].nbytes for key in (*self.parameters.values(), *converted))
+
+    def read_tensor(self, key: str) -> torch.Tensor:
+        """One whole stored tensor in its stored type."""
+        entry = self.checkpoint.tensors[key]
+        return (
+            torch.from_numpy(self.checkpoint.read(key)).view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+        )
+
+
+def plan_load(model: Any, checkpoint: CheckpointDir) -> LoadPlan:
+    """Match a checkpoint with a meta model. Reads no weights, but for tied parameters that are stored twice.
+
+    Raises:
+        ModelSourceError: a tensor of the model is missing or has another shape or no float type, a stored
+            tensor belongs nowhere, or the checkpoint contradicts `tie_word_embeddings`.
+    """
+    names = resolve_names(model, checkpoint)
+    wanted = model.state_dict(keep_vars=True)
+    made = {**names.direct, **{name: c for c in names.conversions for name in c.targets}}
+    stored_as = {  # parameter -> those of its names that the checkpoint holds
+        first: [name for name in all_names if name in made] for first, *all_names in _tied_names(wanted)
+    }
+    buffers = {name for name, value in wanted.items() if not isinstance(value, torch.nn.Parameter)}
+    # The family's own lists of names that may be absent (of buffers only: a parameter may not) or left over.
+    allowed = SimpleNamespace(
+        missing_keys=buffers - made.keys(), unexpected_keys=set(names.unexpected.values())
+    )
+    model._adjust_missing_and_unexpected_keys(allowed)
+    missing = [name for name, found in stored_as.items() if not found] + sorted(allowed.missing_keys)
+    left_over = [key for key, target in names.unexpected.items() if target in allowed.unexpected_keys]
+    _refuse_mismatch(model, checkpoint, names, missing, left_over)
+
+    skipped = dict.fromkeys(names.unexpected, "unused by this model")
+    for name, found in stored_as.items():
+        for alias in found[1:]:
+            _refuse_untied(checkpoint, names.direct[found[0]], names.direct[alias])
+            skipped[names.direct[alias]] = f"tied to {name}, equal"
+    parameters = {
+        name: names.direct[found[0]] for name, found in stored_as.items() if found[0] in names.direct
+    }
+    return LoadPlan(
+        checkpoint,
+        parameters,
+        names.conversions,
+        {name: names.direct[name] for name in buffers & names.direct.keys()},
+        skipped,
+    )
+
+
+def load_weights(
+    plan: LoadPlan, units: Iterable[Unit], write: WriteRange, *, buffer_bytes: int = LOAD_BUFFER_BYTES
+) -> None:
+    """Stream every parameter of `units` through `write(unit name, first element, fp32 values)`.
+
+    Args:
+        buffer_bytes: bound of the memory that one slice takes. A parameter that transformers computes from
+            several tensors takes those tensors (of stacked experts: those of one expert) in fp32 besides.
+
+    Raises:
+        ModelSourceError: a NaN or infinite weight, naming tensor, file and count.
+        StorageError: a read failed.
+    """
+    places = {spec.name: (unit.name, spec.offset) for unit in units for spec in unit.tensors}
+    planned = plan.parameters.keys() | {
+        name for conversion in plan.conversions for name in conversion.targets
+    }
+    if places.keys() != planned:
+        raise InvariantError(f"units and load plan differ in {some(sorted(places.keys() ^ planned))}")
+    tensors = plan.checkpoint.tensors
+    for name, key in sorted(
+        plan.parameters.items(), key=lambda item: (tensors[item[1]].file, tensors[item[1]].offset)
+    ):
+        unit, offset = places[name]
+        nonfinite = 0
+        slice_elements = max(1, buffer_bytes // (FLOAT_DTYPES[tensors[key].dtype].itemsize + 4))
+        for start, values in plan.checkpoint.slices(key, slice_elements):
+            nonfinite += _count_nonfinite(values)
+            write(unit, offset + start, values)
+        if nonfinite:
+            _refuse_nonfinite(nonfinite, key, tensors[key].file)
+    for conversion in plan.conversions:
+        for name, start, values in conversion.stream(plan.read_tensor):
+            if nonfinite := _count_nonfinite(values):
+                _refuse_nonfinite(
+                    nonfinite, f"{name} (of {some(list(conversion.keys))})", tensors[conversion.keys[0]].file
+                )
+            unit, offset = places[name]
+            write(unit, offset + start, values)
+
+
+def _tied_names(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
+    """For every parameter: its first name, and all its names (the first again): tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, value in wanted.items():
+        if isinstance(value, torch.nn.Parameter):
+            names.setdefault(id(value), []).append(name)
+    for group in names.values():
+        yield [group[0], *group]
+
+
+def _refuse_mismatch(
+    model: Any, checkpoint: CheckpointDir, names: ResolvedNames, missing: list[str], left_over: list[str]
+) -> None:
+    """Raise one error that lists all tensors that do not fit."""
+    wanted, tensors = model.state_dict(), checkpoint.tensors
+    shapes = {name: (key, tensors[key].shape) for name, key in names.direct.items()}
+    shapes |= {name: (c.keys[0], shape) for c in names.conversions for name, shape in c.targets.items()}
+    left_over += [f"{key} (as {name})" for name, (key, _) in shapes.items() if name not in wanted]
+    reshaped = [
+        f"{key} is {list(shape)} where the model has {list(wanted[name].shape)}"
+        for name, (key, shape) in shapes.items()
+        if name in wanted and shape != tuple(wanted[name].shape)
+    ]
+    read = [key for name, key in names.direct.items() if wanted[name].is_floating_point()]
+    read += [key for conversion in names.conversions for key in conversion.keys]
+    retyped = [f"{key} is {tensors[key].dtype}" for key in read if tensors[key].dtype not in FLOAT_DTYPES]
+    problems = [
+        f"{len(found)} {what}: {some(found)}"
+        for what, found in (
+            ("missing", missing),
+            ("not of this model", left_over),
+            ("of another shape", reshaped),
+        )
+        if found
+    ]
+    if retyped:
+        problems.append(f"{len(retyped)} not of a float type (quantised?): {some(retyped)}")
+    if not problems:
+        return
+    hint = "Does its config.json belong to these weights?"
+    if set(missing) & set(model._tied_weights_keys or ()):
+        hint = "If its output matrix is the embedding, set tie_word_embeddings to true in config.json."
+    raise ModelSourceError(
+        f"the tensors in {checkpoint.path} are not those of {type(model).__name__}: {'; '.join(problems)}. "
+        f"{hint}"
+    )
+
+
+def _refuse_untied(checkpoint: CheckpointDir, key: str, alias: str) -> None:
+    """Two stored tensors that the model ties (their shapes are the model's by now) must be equal."""
+    pairs = zip(
+        checkpoint.slices(key, COMPARE_ELEMENTS), checkpoint.slices(alias, COMPARE_ELEMENTS), strict=True
+    )
+    if all(np.array_equal(values, others) for (_, values), (_, others) in pairs):
+        return
+    raise ModelSourceError(
+        f"{checkpoint.path} stores {key} and {alias} with different values, but its config.json says that "
+        "they are one (tie_word_embeddings is true); set it to false to train both, or remove "
+        f"{alias} from the weights"
+    )
+
+
+def _count_nonfinite(values: NDArray[np.float32]) -> int:
+    """How many values are NaN or infinite. An fp64 sum, which finite fp32 cannot overflow, shows it."""
+    with np.errstate(invalid="ignore"):
+        if np.isfinite(values.sum(dtype=np.float64)):
+            return 0
+    return int(values.size - np.count_nonzero(np.isfinite(values)))
+
+
+def _refuse_nonfinite(count: int, what: str, file: Path) -> NoReturn:
+    raise ModelSourceError(
+        f"{count} values of tensor {what} in {file} are NaN or infinite; the file is damaged or its training "
+        "diverged"
+    )
