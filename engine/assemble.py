@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tierstream.engine.state import PlaneWriter
 from tierstream.engine.units import ModelUnits
 from tierstream.io import drives
 from tierstream.io.backend import Backend, open_backend
-from tierstream.io.errors import StorageError
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.store import Store
@@ -81,7 +79,7 @@ def build_store(
     config: RunConfig, layout: Layout, plan: Plan, tier: Drives | None, device: Device, debug: bool
 ) -> Store:
     """The store, with its DRAM pinned where the device is a GPU."""
-    register, unregister = _cuda_pinning() if device.is_cuda else (None, None)
+    register, unregister = device.pinning()
     return Store(
         layout,
         dram_bytes=plan.dram_bytes,
@@ -148,17 +146,3 @@ def set_determinism(config: RunConfig) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
-
-
-def _cuda_pinning() -> tuple[Callable[[int, int], None], Callable[[int], None]]:
-    runtime = torch.cuda.cudart()
-
-    def register(address: int, nbytes: int) -> None:
-        status = int(runtime.cudaHostRegister(address, nbytes, 0))
-        if status:
-            raise StorageError("pinning host memory", "<arena>", detail=f"cudaHostRegister of {nbytes} bytes gave error {status}")
-
-    def unregister(address: int) -> None:
-        runtime.cudaHostUnregister(address)
-
-    return register, unregister

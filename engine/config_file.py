@@ -7,6 +7,7 @@ dataclasses; a key given twice is refused.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -131,12 +132,14 @@ class _Reader:
                 value = self._loader.construct_object(value_node, deep=True)
                 yield section + key, Given(value, f"{self._name}:{lines[key]}: {section}{key}")
             else:
-                raise self._error(key_node, self._unknown(section + key, [spec.name for spec in fields(cls)]))
+                raise self._error(key_node, self._unknown(cls, section, key))
 
-    def _unknown(self, key: str, siblings: list[str]) -> str:
-        if nearest := nearest_keys(self._root, key):
-            return f"unknown key {key}; did you mean {' or '.join(nearest)}?"
-        return f"unknown key {key}; known here: {', '.join(siblings)}"
+    def _unknown(self, cls: type, section: str, key: str) -> str:
+        similar = difflib.get_close_matches(key, sections(cls), n=1, cutoff=0.75)
+        nearest = [section + name for name in similar] or nearest_keys(self._root, section + key)
+        known = ", ".join(spec.name for spec in fields(cls))
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"known here: {known}"
+        return f"unknown key {section}{key}; {hint}"
 
     def _error(self, node: yaml.Node, text: str) -> ConfigError:
         return ConfigError(f"{self._name}:{node.start_mark.line + 1}: {text}")

@@ -224,6 +224,22 @@ class Device:
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.torch_device)
 
+    def pinning(self) -> tuple[Callable[[int, int], None] | None, Callable[[int], None] | None]:
+        """Functions that register host memory with the driver (address, bytes) and take it back (address); None on the CPU."""
+        if not self.is_cuda:
+            return None, None
+        runtime = torch.cuda.cudart()
+
+        def register(address: int, nbytes: int) -> None:
+            status = int(runtime.cudaHostRegister(address, nbytes, 0))
+            if status:
+                raise OSError(f"cudaHostRegister gave error {status}")
+
+        def unregister(address: int) -> None:
+            runtime.cudaHostUnregister(address)
+
+        return register, unregister
+
     def peak_bytes(self) -> int:
         """Peak bytes that torch has allocated on the GPU; 0 on the CPU."""
         return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0

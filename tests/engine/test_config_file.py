@@ -107,7 +107,7 @@ TEXT = "a text (in quotes if it looks like something else)"
         ("tanks: {sise: 3}", "boat.yaml:2: unknown key tanks.sise; did you mean tanks.size?"),
         ("power: 3", "boat.yaml:2: unknown key power; did you mean engine.power?"),
         ("tanks: {power: 3}", "boat.yaml:2: unknown key tanks.power; did you mean engine.power?"),
-        ("tank: {size: 3}", "boat.yaml:2: unknown key tank; known here: name, engine, tanks"),
+        ("tank: {size: 3}", "boat.yaml:2: unknown key tank; did you mean tanks?"),
         ("tanks.size: 3", "boat.yaml:2: unknown key tanks.size; did you mean tanks.size?"),
         (
             "tanks: {colour: red}",

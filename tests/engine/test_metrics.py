@@ -6,12 +6,12 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.example_config import Boat
+from support.steps import record
 
 from tierstream.engine.config_file import load
 from tierstream.engine.metrics import (
@@ -26,31 +26,6 @@ from tierstream.engine.metrics import (
     read_metrics,
 )
 from tierstream.io.errors import ConfigError, StorageError
-
-
-def record(step: int, **changed: Any) -> StepMetrics:
-    values: dict[str, Any] = {
-        "step": step,
-        "optimizer_step": step,
-        "loss": 10.0 / step,
-        "grad_norm": 2.0,
-        "clip_factor": 0.5,
-        "lr": 1e-4,
-        "skipped": False,
-        "skipped_total": 0,
-        "tokens": 128,
-        "trained_tokens": 100,
-        "step_s": 0.5,
-        "tokens_per_s": 256.0,
-        "stall_s": {"weights": 0.125},
-        "bytes_read": {"nvme": 4096, "dram": 8192},
-        "bytes_written": {"nvme": 1},
-        "cache_hits": {"dram": 3},
-        "cache_misses": {"dram": 1},
-        "host_peak_bytes": 1000 + step,
-        "gpu_peak_bytes": 7,
-    }
-    return StepMetrics(**values | changed)
 
 
 def steps_in(path: Path) -> list[int]:

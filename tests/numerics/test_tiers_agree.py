@@ -66,10 +66,10 @@ def test_every_way_of_keeping_the_state_gives_the_same_bits(
 def test_nvme_runs_really_use_the_drive(tmp_path: Path) -> None:
     setup = base(clip=True, chunks=1, tied=False)
     with rig(setup.but(nvme=tmp_path / "drive", dram=least_dram(setup))) as run:
-        run.train(batches(2))
+        run.train(batches(4))
         assert run.plan.durable_bytes > 2 * run.plan.dram_bytes
-        assert run.store.stats.bytes_read > run.plan.durable_bytes
-        assert run.store.stats.bytes_written > run.plan.durable_bytes
+        assert run.store.stats.nvme_bytes_read > run.plan.durable_bytes
+        assert run.store.stats.nvme_bytes_written > run.plan.durable_bytes
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -122,11 +122,12 @@ class Rig:
             seq_len=setup.seq_len, device_in_host=setup.device == "cpu", available_bytes=4 << 30,
         )  # fmt: skip
         self.backend = open_backend("posix", threads=2) if setup.nvme is not None else None
-        directory = None
+        self.directory = None
         if self.backend is not None and setup.nvme is not None:
-            directory = ZarrDirectory.create([setup.nvme], self.layout, self.backend, {})
+            self.directory = ZarrDirectory.create([setup.nvme], self.layout, self.backend, {})
+        register, unregister = self.device.pinning()
         self.store = Store(
-            self.layout, dram_bytes=self.plan.dram_bytes, directory=directory, policy=setup.policy,
+            self.layout, register=register, unregister=unregister, dram_bytes=self.plan.dram_bytes, directory=self.directory, policy=setup.policy,
             prefetch_bytes=self.plan.prefetch_bytes, writeback_bytes=self.plan.writeback_bytes,
             debug=faults is not None, faults=None if faults is None else Faults(faults, 0.002),
         )  # fmt: skip
@@ -171,6 +172,8 @@ class Rig:
     def close(self) -> None:
         self.runtime.close()
         self.store.close()
+        if self.directory is not None:
+            self.directory.close()
         if self.backend is not None:
             self.backend.close()
 

@@ -1,0 +1,95 @@
+"""The numerics contract on a CUDA device: the same code path with real streams, real pinned memory and real asynchrony."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.rig import PlainTraining, Setup, batches, rig, same_bits, tiny_config
+from tierstream.engine.optimizer import OptimizerConfig
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def setup(**other: object) -> Setup:
+    config = tiny_config("qwen3", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64, layers=5)
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=0.05, warmup_steps=1)
+    return Setup(config=config, dtype="bfloat16", optimizer=optimizer, device="cuda", page=65536, seq_len=128).but(**other)
+
+
+def result(made: Setup, steps: int = 4) -> tuple[list[tuple[float, float]], dict[tuple[str, str], np.ndarray]]:
+    with rig(made) as run:
+        outcomes = run.train(batches(steps, rows=made.rows, seq_len=made.seq_len))
+        return [(o.loss, o.verdict.grad_norm) for o in outcomes], run.planes()
+
+
+@pytest.mark.parametrize("chunks", [5, 2])
+@pytest.mark.parametrize("tiers", ["dram", "nvme", "nvme-lru", "nvme-no-prefetch"])
+def test_every_tier_gives_the_same_bits(tmp_path: Path, tiers: str, chunks: int) -> None:
+    base = setup(rows_per_chunk=chunks)
+    expected = result(base.but(gpu_all=True, activations="gpu"))
+    tiered = base
+    if tiers != "dram":
+        tiered = base.but(nvme=tmp_path / "drive", dram=24 * base.page)
+    tiered = tiered.but(policy="lru") if tiers == "nvme-lru" else tiered
+    tiered = tiered.but(prefetch=0) if tiers == "nvme-no-prefetch" else tiered
+    losses, planes = result(tiered)
+    assert losses == expected[0]
+    assert same_bits(planes, expected[1]) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slow_streams_and_poison_change_nothing(tmp_path: Path, seed: int) -> None:
+    """Copies are held back by random spins of their stream, buffers given back are filled with NaN (C09)."""
+    base = setup(rows_per_chunk=2)
+    expected = result(base.but(gpu_all=True, activations="gpu"))
+    losses, planes = result(base.but(nvme=tmp_path / "drive", dram=24 * base.page, faults_seed=seed))
+    assert losses == expected[0]
+    assert same_bits(planes, expected[1]) == []
+
+
+def test_agrees_with_plain_torch_in_fp32() -> None:
+    optimizer = OptimizerConfig(lr=1e-3, clip_norm=0.5, eps=1e-6)
+    made = setup(dtype="float32", optimizer=optimizer)
+    plain = PlainTraining(made)
+    with rig(made) as run:
+        steps = batches(10, rows=made.rows, seq_len=made.seq_len)
+        for batch, outcome in zip(steps, run.train(steps), strict=True):
+            loss, norm = plain.step(batch, outcome.verdict.lr)  # on the CPU
+            assert outcome.loss == pytest.approx(loss, rel=1e-5)
+            assert outcome.verdict.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_memory_does_not_grow_with_depth() -> None:
+    peaks = []
+    for layers in (6, 12):
+        config = tiny_config("qwen3", hidden_size=1024, intermediate_size=2048, num_attention_heads=8, head_dim=128, layers=layers)
+        made = setup(config=config, page=1 << 20, seq_len=256)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        result(made, steps=2)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= 1.05 * peaks[0]
+
+
+def test_pinned_arena_is_pinned(tmp_path: Path) -> None:
+    from tierstream.engine.device import Device
+    from tierstream.tiered.arena import Arena
+
+    register, unregister = Device("cuda").pinning()
+    arena = Arena([65536] * 8, register=register, unregister=unregister)
+    try:
+        assert arena.pinned
+        assert torch.from_numpy(arena.frames[0]).is_pinned()
+    finally:
+        arena.close()
