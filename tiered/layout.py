@@ -6,10 +6,13 @@ space. The store cuts a plane into pages of one size (docs/design.md section 2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tierstream.io.errors import InvariantError
 
@@ -160,3 +163,41 @@ class Layout:
             for key, spec in self.planes.items()
             if spec.durable == durable
         )
+
+    def range_bytes(self, unit: str, plane: str, start: int, values: NDArray[Any]) -> NDArray[np.uint8]:
+        """The bytes of an array that holds elements `[start, start + len(values))` of a plane.
+
+        Args:
+            unit: name of the unit.
+            plane: name of the plane.
+            start: first element.
+            values: flat array of the plane's dtype; bfloat16 also as uint16 bit patterns.
+
+        Raises:
+            InvariantError: unknown plane, wrong dtype, not flat, or out of range.
+        """
+        spec = self.planes.get((unit, plane))
+        if spec is None:
+            raise InvariantError(f"plane {unit}/{plane} is not in the layout")
+        fits = values.dtype.name == spec.dtype or (spec.dtype == "bfloat16" and values.dtype == np.uint16)
+        if not fits or values.ndim != 1 or not values.flags.c_contiguous:
+            raise InvariantError(
+                f"plane {unit}/{plane} takes a flat {spec.dtype} array, not {values.dtype} of {values.shape}"
+            )
+        if not 0 <= start <= start + values.size <= spec.numel:
+            raise InvariantError(
+                f"elements [{start}, {start + values.size}) are not in plane {unit}/{plane} of {spec.numel}"
+            )
+        return values.view(np.uint8)
+
+    def pieces(self, unit: str, plane: str, start: int, count: int) -> Iterator[tuple[Page, slice, slice]]:
+        """Cut elements `[start, start + count)` of a plane at pages.
+
+        Yields the page, the bytes in the page, and the bytes in the range.
+        """
+        item_bytes = self.planes[unit, plane].item_bytes
+        for page in self.pages_over(unit, plane, start, start + count) if count else ():
+            first, last = self.page_span(page)
+            low, high = max(first, start), min(last, start + count)
+            inside = slice((low - first) * item_bytes, (high - first) * item_bytes)
+            yield page, inside, slice((low - start) * item_bytes, (high - start) * item_bytes)

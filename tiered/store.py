@@ -22,7 +22,7 @@ from tierstream.io.errors import ConfigError, InvariantError
 from tierstream.tiered.arena import POISON, Register, Unregister
 from tierstream.tiered.cache import Cache, Kind, Transfer
 from tierstream.tiered.frames import Entry, FramePool, HomePool, UniformPool
-from tierstream.tiered.layout import Layout, Page, PlaneSpec
+from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.lease import Intent, Lease
 from tierstream.tiered.policy import POLICIES
 from tierstream.tiered.prefetch import Schedule
@@ -218,8 +218,8 @@ class Store:
         Raises:
             InvariantError: unknown plane, wrong dtype, or out of range.
         """
-        source = self._range_bytes(unit, plane, start_element, values)
-        for page, inside, outside in self._pieces(unit, plane, start_element, values.size):
+        source = self.layout.range_bytes(unit, plane, start_element, values)
+        for page, inside, outside in self.layout.pieces(unit, plane, start_element, values.size):
             start, end = self.layout.page_span(page)
             item = self.layout.spec(unit, plane).item_bytes
             whole = inside.stop - inside.start == (end - start) * item
@@ -230,34 +230,10 @@ class Store:
 
     def read_range(self, unit: str, plane: str, start_element: int, out: NDArray[Any]) -> None:
         """Copy elements `[start_element, start_element + len(out))` of a plane; else as `write_range`."""
-        target = self._range_bytes(unit, plane, start_element, out)
-        for page, inside, outside in self._pieces(unit, plane, start_element, out.size):
+        target = self.layout.range_bytes(unit, plane, start_element, out)
+        for page, inside, outside in self.layout.pieces(unit, plane, start_element, out.size):
             with self.acquire([(page, Intent.READ)], scheduled=False) as lease:
                 target[outside] = lease.arrays[0][inside]
-
-    def _range_bytes(self, unit: str, plane: str, start: int, values: NDArray[Any]) -> NDArray[np.uint8]:
-        """The bytes of an array that goes to or comes from a plane, after checking that it fits."""
-        spec = self.layout.planes.get((unit, plane))
-        if spec is None:
-            raise InvariantError(f"plane {unit}/{plane} is not in the layout")
-        if not _fits(values, spec) or values.ndim != 1 or not values.flags.c_contiguous:
-            raise InvariantError(
-                f"plane {unit}/{plane} takes a flat {spec.dtype} array, not {values.dtype} of {values.shape}"
-            )
-        if not 0 <= start <= start + values.size <= spec.numel:
-            raise InvariantError(
-                f"elements [{start}, {start + values.size}) are not in plane {unit}/{plane} of {spec.numel}"
-            )
-        return values.view(np.uint8)
-
-    def _pieces(self, unit: str, plane: str, start: int, count: int) -> Iterable[tuple[Page, slice, slice]]:
-        """Per page of a range: bytes of the page, bytes of the range."""
-        item = self.layout.spec(unit, plane).item_bytes
-        for page in self.layout.pages_over(unit, plane, start, start + count) if count else []:
-            first, last = self.layout.page_span(page)
-            low, high = max(first, start), min(last, start + count)
-            inside = slice((low - first) * item, (high - first) * item)
-            yield page, inside, slice((low - start) * item, (high - start) * item)
 
     # Ends
 
@@ -383,8 +359,3 @@ class Store:
     def _notify(self) -> None:
         if self._watchers:
             self._changed.notify_all()
-
-
-def _fits(values: NDArray[Any], spec: PlaneSpec) -> bool:
-    """bfloat16 is no dtype of numpy's own: its bit patterns are taken too."""
-    return values.dtype.name == spec.dtype or (spec.dtype == "bfloat16" and values.dtype == np.uint16)

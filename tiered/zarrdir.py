@@ -96,7 +96,7 @@ class ZarrDirectory:
         return self._file(page).read_into(frame, 0)
 
     def write(self, page: Page, frame: NDArray[np.uint8]) -> Future[int]:
-        """Write the frame to the page's chunk file, which is made if the page is step-local; else as `read`."""
+        """Write the frame to the page's chunk file, made now if the page is step-local; else as `read`."""
         spec = self.layout.spec(page.unit, page.plane)
         if not spec.durable and page not in self._created:
             self._create_chunk(page)

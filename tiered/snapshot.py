@@ -1,0 +1,326 @@
+"""Snapshots: the durable planes of a store and a state, in a directory that is complete or not there.
+
+Writing goes to `<path>.tmp` beside the target, so that the last step is a rename on one drive:
+
+1. groups and arrays (`zarr.json`), then every page as a chunk file, its CRC-32C taken from the frame it is
+   written from; 2. `manifest.json`; 3. fsync of every file and directory; 4. rename to `<path>`; 5. fsync of
+   the parent.
+
+A crash before step 4 leaves a `.tmp` that nobody takes for a snapshot and that the next writer removes. Pages
+go through leases of the store, a few at a time, so writing and restoring need no memory beyond the DRAM
+budget.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from numpy.typing import NDArray
+
+from tierstream._native import crc32c
+from tierstream.io import seam
+from tierstream.io.backend import Backend
+from tierstream.io.direct import aligned_buffer
+from tierstream.io.drives import check_directory
+from tierstream.io.durable import make_directories, publish_directory, remove_tree
+from tierstream.io.errors import CheckpointError, StorageError, TierstreamError, storage_errors
+from tierstream.io.posix import PosixBackend
+from tierstream.io.transfer import Direction, transfer_all
+from tierstream.tiered.hierarchy import chunk_path, create_arrays, group_json, make_directory, write_small
+from tierstream.tiered.layout import Layout, Page, PlaneSpec, TensorSpec
+from tierstream.tiered.lease import Intent
+from tierstream.tiered.manifest import Manifest, decode, encode, plain_json
+from tierstream.tiered.pagereader import SCRATCH_BYTES, Bytes, PageReader, PlaneReader
+from tierstream.tiered.store import Store
+
+#: Pages under way at once, each in one frame.
+_WORKERS = 4
+#: Room asked for beside the pages: JSON files, folders.
+_SLACK_BYTES = 1 << 20
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """What was written.
+
+    Attributes:
+        path: absolute path.
+        nbytes: bytes of all pages.
+        page_count: pages that have a file; those never written have none.
+    """
+
+    path: Path
+    nbytes: int
+    page_count: int
+
+
+def write_snapshot(store: Store, path: str | os.PathLike[str], state: Mapping[str, object]) -> SnapshotInfo:
+    """Write all durable planes and `state` to the new directory `path`, durably.
+
+    Nobody may change durable pages meanwhile. After an error nothing is left at `path`.
+
+    Args:
+        store: the planes.
+        path: must not exist; its parent directories are made.
+        state: JSON values.
+
+    Raises:
+        CheckpointError: `path` exists.
+        StorageError: too little space (both numbers, before anything is written), or an I/O error.
+    """
+    plain = plain_json(state)
+    target = os.path.abspath(path)
+    if os.path.lexists(target):
+        raise CheckpointError(f"checkpoint {target} exists: remove it or write to another directory")
+    parent, temporary = os.path.dirname(target), f"{target}.tmp"
+    make_directories(parent)
+    remove_tree(temporary)
+    durable = {key: spec for key, spec in store.layout.planes.items() if spec.durable}
+    layout = Layout(store.layout.page_bytes, durable)
+    everything = [page for key in durable for page in layout.pages(*key)]
+    pages = [page for page in everything if store.has_content(page)]
+    nbytes = sum(map(layout.page_nbytes, pages))
+    check_directory(parent, nbytes + _SLACK_BYTES)
+    try:
+        make_directory(temporary)
+        write_small(f"{temporary}/zarr.json", group_json({}))
+        create_arrays(temporary, layout, durable.values())
+        checksums: dict[Page, int | None] = dict.fromkeys(everything)
+        with _backend() as backend:
+            found = _in_parallel(lambda page: _write_page(store, backend, temporary, page), pages)
+            checksums.update(zip(pages, found, strict=True))
+        write_small(f"{temporary}/manifest.json", encode(Manifest(layout, checksums, plain)))
+        publish_directory(temporary, target)
+    except BaseException:
+        with suppress(TierstreamError):
+            remove_tree(temporary)
+        raise
+    return SnapshotInfo(Path(target), nbytes, len(pages))
+
+
+def _write_page(store: Store, backend: Backend, root: str, page: Page) -> int:
+    path = chunk_path(root, *page)
+    with store.acquire([(page, Intent.READ)], scheduled=False) as lease:
+        frame = lease.arrays[0]
+        backend.create(path, len(frame))
+        file = backend.open(path, writable=True)
+        try:
+            written = file.write_from(frame, 0)
+            checksum = crc32c(frame.data)
+            written.result()
+        finally:
+            file.close()
+    return checksum
+
+
+class Snapshot:
+    """A complete snapshot on disk; `open` makes it.
+
+    Attributes:
+        path: absolute path.
+        state: the state that was given to `write_snapshot`.
+        layout: page size and planes of the snapshot.
+        planes: (unit, plane) -> plane.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.state: dict[str, Any] = manifest.state
+        self.layout = manifest.layout
+        self.planes: Mapping[tuple[str, str], PlaneSpec] = manifest.layout.planes
+        self._manifest = manifest
+        self._verified: set[Page] = set()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open a snapshot after checking that every file is there with its size.
+
+        Raises:
+            CheckpointError: no such directory, incomplete, damaged, or of another version.
+        """
+        root = os.path.abspath(path)
+        name = f"{root}/manifest.json"
+        if not os.path.isdir(root):
+            raise CheckpointError(f"checkpoint {root}: there is no such directory")
+        try:
+            with open(name, "rb") as file:
+                data = file.read()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"checkpoint {root} is incomplete: {name} is missing, so its writing was interrupted; use "
+                "another checkpoint and remove this one"
+            ) from error
+        except OSError as cause:
+            raise StorageError("reading", name, cause) from cause
+        manifest = decode(data, name)
+        for page, checksum in manifest.checksums.items():
+            if checksum is not None:
+                _check_size(root, page, manifest.layout.page_nbytes(page))
+        return cls(Path(root), manifest)
+
+    def read_range(self, unit: str, plane: str, start_element: int, out: NDArray[Any]) -> None:
+        """Copy elements `[start_element, start_element + len(out))` of a plane.
+
+        Every page is checked against its checksum the first time that some of it is read.
+
+        Args:
+            unit: name of the unit.
+            plane: name of the plane.
+            start_element: first element.
+            out: flat array of the plane's dtype; bfloat16 also as uint16 bit patterns.
+
+        Raises:
+            CheckpointError: a page is damaged.
+            StorageError: it cannot be read.
+            InvariantError: unknown plane, wrong dtype, or out of range.
+        """
+        target = self.layout.range_bytes(unit, plane, start_element, out)
+        scratch = aligned_buffer(SCRATCH_BYTES)
+        for page, inside, outside in self.layout.pieces(unit, plane, start_element, out.size):
+            reader = PageReader(self._manifest, str(self.path), page, _read_buffered, scratch)
+            if page in self._verified and self._manifest.checksums[page] is not None:
+                _read_buffered(reader.path, target[outside], inside.start)
+                continue
+            reader.skip(inside.start)
+            reader.read(target[outside])
+            reader.finish()
+            self._verified.add(page)
+
+    def restore(self, store: Store) -> None:
+        """Set all durable planes of a store, whose pages may have another size, checking every page.
+
+        Raises:
+            CheckpointError: the planes are not those of the store, each difference by name; or a page is
+                damaged, and then the store's planes are not to be used.
+            StorageError: an I/O error.
+        """
+        self._check_planes(store.layout)
+        with _backend() as backend:
+            _in_parallel(lambda spec: self._restore_plane(store, backend, spec), self.planes.values())
+
+    def verify(self) -> None:
+        """Read everything and check it.
+
+        Raises:
+            CheckpointError: a page is damaged.
+            StorageError: a page cannot be read.
+        """
+        with _backend() as backend:
+            _in_parallel(lambda spec: self._verify_plane(backend, spec), self.planes.values())
+
+    def _restore_plane(self, store: Store, backend: Backend, spec: PlaneSpec) -> None:
+        reader = self._plane_reader(backend, spec)
+        for page in store.layout.pages(spec.unit, spec.plane):
+            start, end = store.layout.page_span(page)
+            nbytes = (end - start) * spec.item_bytes
+            if reader.is_zero(nbytes) and not store.has_content(page):
+                reader.pass_zeros(nbytes)
+                continue
+            with store.acquire([(page, Intent.OVERWRITE)], scheduled=False) as lease:
+                reader.read(lease.arrays[0][:nbytes])
+
+    def _verify_plane(self, backend: Backend, spec: PlaneSpec) -> None:
+        reader, buffer = self._plane_reader(backend, spec), aligned_buffer(SCRATCH_BYTES)
+        for start in range(0, spec.nbytes, len(buffer)):
+            reader.read(buffer[: spec.nbytes - start])
+
+    def _plane_reader(self, backend: Backend, spec: PlaneSpec) -> PlaneReader:
+        def read_at(path: str, target: Bytes, offset: int) -> None:
+            file = backend.open(path, writable=False)
+            try:
+                file.read_into(target, offset).result()
+            finally:
+                file.close()
+
+        scratch = aligned_buffer(SCRATCH_BYTES)
+        return PlaneReader(self._manifest, str(self.path), spec.unit, spec.plane, read_at, scratch)
+
+    def _check_planes(self, layout: Layout) -> None:
+        """Refuse a layout whose durable planes are not those of the snapshot."""
+        theirs = {key: spec for key, spec in layout.planes.items() if spec.durable}
+        problems = [
+            *(f"{'/'.join(key)} is only in the checkpoint" for key in self.planes.keys() - theirs.keys()),
+            *(f"{'/'.join(key)} is not in the checkpoint" for key in theirs.keys() - self.planes.keys()),
+            *(
+                f"{'/'.join(key)}: {difference}"
+                for key in self.planes.keys() & theirs.keys()
+                if (difference := _difference(self.planes[key], theirs[key]))
+            ),
+        ]
+        if problems:
+            shown = "; ".join(sorted(problems)[:10])
+            raise CheckpointError(
+                f"checkpoint {self.path} does not fit the model of this run in {len(problems)} planes: {shown}; use "
+                "the model and the optimizer settings that it was written with"
+            )
+
+
+def _difference(ours: PlaneSpec, theirs: PlaneSpec) -> str:
+    """What differs between a plane in the checkpoint and in the store; empty if nothing does."""
+    if (ours.dtype, ours.numel) != (theirs.dtype, theirs.numel):
+        return f"{ours.numel} x {ours.dtype} in the checkpoint, {theirs.numel} x {theirs.dtype} in this run"
+    for mine, other in zip_longest(ours.tensors, theirs.tensors):
+        if mine != other:
+            return f"{_describe(mine)} in the checkpoint, {_describe(other)} in this run"
+    return ""
+
+
+def _describe(tensor: TensorSpec | None) -> str:
+    if tensor is None:
+        return "nothing"
+    return f"{tensor.name} {list(tensor.shape)} at {tensor.offset}{' with decay' if tensor.decay else ''}"
+
+
+def _check_size(root: str, page: Page, nbytes: int) -> None:
+    path = chunk_path(root, *page)
+    try:
+        actual = seam.current().stat(path).st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"checkpoint {root} is incomplete: {path} is missing; use another checkpoint"
+        ) from error
+    except OSError as cause:
+        raise StorageError("looking at", path, cause) from cause
+    if actual != nbytes:
+        raise CheckpointError(
+            f"checkpoint {root} is damaged: {path} has {actual} bytes, its manifest says {nbytes}; use "
+            "another checkpoint"
+        )
+
+
+def _read_buffered(path: str, target: Bytes, offset: int) -> None:
+    calls = seam.current()
+    with storage_errors("opening", path):
+        fd = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        transfer_all(Direction.READ, fd, path, target, offset)
+    finally:
+        calls.close(fd)
+
+
+@contextmanager
+def _backend() -> Iterator[Backend]:
+    backend = PosixBackend()
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def _in_parallel(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    """Results of `work` in order. After an error no further item is begun, and the first error is raised."""
+    pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tierstream-snapshot")
+    try:
+        return list(pool.map(work, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
