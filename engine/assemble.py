@@ -55,7 +55,7 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     if config.checkpoint.every_steps is not None or config.checkpoint.at_end:
         saves = 1 if config.checkpoint.every_steps is None else config.checkpoint.keep + 1
         needs[os.path.abspath(run_dir)] = needs.get(os.path.abspath(run_dir), 0) + saves * plan.durable_bytes
-    drives.check_directories(needs)
+    drives.check_directories(needs.items())
 
 
 def open_drives(config: RunConfig, layout: Layout, attributes: dict[str, object]) -> Drives | None:

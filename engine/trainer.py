@@ -93,7 +93,7 @@ class _Run:
         run_dir = Path(config.run_dir)
         identity = _RunIdentity(run_dir)
         snapshot = checkpoint.find_resume(config.checkpoint.resume, run_dir / "checkpoints", identity.read())
-        directory = RunDirectory(run_dir, resume=config.checkpoint.resume != "none")
+        directory = parts.enter_context(RunDirectory(run_dir, resume=config.checkpoint.resume != "none"))
         state = _first_state() if snapshot is None else dict(snapshot.state)
         if snapshot is not None:
             checkpoint.check_same_run(state["config"], dataclasses.asdict(config), config.checkpoint.allow_changed)
@@ -124,6 +124,7 @@ class _Run:
         origin = assemble.fill_state(config, model, units, layout, store, snapshot, device)
         runtime = assemble.build_runtime(config, model, units, layout, plan, store, device, state["applied_updates"])
         parts.callback(runtime.close)
+        observer.on_event(f"data: {rows.store.origin}")
         observer.on_event(f"state: {origin}")
         run = cls(config, observer, directory, rows, runtime, state)
         observer.on_plan(_report(config, units, layout, plan, runtime, tier, device, run.step))
