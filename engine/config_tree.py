@@ -56,7 +56,12 @@ def leaves(cls: type) -> Mapping[str, Leaf]:
 @cache
 def sections(cls: type) -> Mapping[str, type]:
     """Fields of `cls` that are configurations themselves."""
-    return {name: hint for name, hint in get_type_hints(cls).items() if dataclasses.is_dataclass(hint)}
+    hints: dict[str, Any] = get_type_hints(cls)
+    return {
+        name: hint
+        for name, hint in hints.items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
 
 
 def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
@@ -89,14 +94,16 @@ def build(cls: type[ConfigT], given: Mapping[str, Given], source: str) -> Config
     Raises:
         ConfigError: a value of the wrong type, a missing key, or what `__post_init__` refuses.
     """
-    known = leaves(cls)
+    tree: type = cls
+    known = leaves(tree)
     values = {key: _converted(item, known[key]) for key, item in given.items()}
     missing = [key for key, leaf in known.items() if leaf.default is REQUIRED and key not in values]
     if missing:
         keys, options = " and ".join(missing), " ".join(map(option, missing))
         raise ConfigError(f"{source}: {keys} must be set, there or on the command line ({options})")
     try:
-        return _construct(cls, values, "")
+        made: ConfigT = _construct(tree, values, "")
+        return made
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 
@@ -106,12 +113,13 @@ def option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _construct(cls: type[ConfigT], values: Mapping[str, Any], prefix: str) -> ConfigT:
-    arguments: dict[str, Any] = {
+def _construct(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+    arguments = {
         name: _construct(section, values, f"{prefix}{name}.") for name, section in sections(cls).items()
     }
-    names = (spec.name for spec in dataclasses.fields(cls) if spec.name not in arguments)  # type: ignore[arg-type]
-    arguments |= {name: values[prefix + name] for name in names if prefix + name in values}
+    for spec in dataclasses.fields(cls):
+        if (key := prefix + spec.name) in values:
+            arguments[spec.name] = values[key]
     return cls(**arguments)
 
 
@@ -182,7 +190,7 @@ def describe(hint: Any) -> str:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """The tree as nested dicts of what YAML and JSON know, sizes as text: what a run file holds."""
-    plain = {}
+    plain: dict[str, Any] = {}
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
         if dataclasses.is_dataclass(value):

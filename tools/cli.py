@@ -20,10 +20,10 @@ from tierstream.io.errors import ConfigError, TierstreamError
 
 #: Subcommand -> what it is for. Each is a module with a `main(args)`, imported when it is asked for.
 COMMANDS = {
-    "train": "train a model: tierstream train RUN.yaml [--section.key value ...]",
-    "inspect": "what a run or a checkpoint holds: tierstream inspect RUN_OR_CHECKPOINT",
-    "verify": "check every byte of a checkpoint: tierstream verify RUN_OR_CHECKPOINT",
-    "export": "write a Hugging Face model: tierstream export RUN_OR_CHECKPOINT OUT",
+    "train": "RUN.yaml              train a model",
+    "inspect": "RUN_OR_CHECKPOINT     what a run or a checkpoint holds",
+    "verify": "RUN_OR_CHECKPOINT     check every byte of a checkpoint",
+    "export": "RUN_OR_CHECKPOINT OUT write a model directory for transformers",
 }
 
 
@@ -65,12 +65,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _usage() -> str:
-    lines = [
-        "usage: tierstream COMMAND ...",
-        "",
-        "Train language models larger than host memory, at full precision.",
-        "",
-    ]
+    lines = ["usage: tierstream COMMAND ...", "", "Train language models larger than host memory.", ""]
     lines += [f"  {name:8} {purpose}" for name, purpose in COMMANDS.items()]
     lines += ["", "`tierstream COMMAND --help` lists the options of a command."]
     return "\n".join(lines)

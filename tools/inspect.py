@@ -21,10 +21,12 @@ from tierstream.tools.checkpoints import find_checkpoint
 from tierstream.tools.options import NoOptions, parse_options, shown, take_positionals
 from tierstream.tools.tables import count, open_console, table
 
-_DESCRIPTION = (
-    "What a run or a checkpoint holds: step, planes, bytes, number formats, and the settings that are not "
-    "the defaults. Of a run: how far it has come, its checkpoints, and the newest of them in full."
-)
+_DESCRIPTION = """\
+Show what a run or a checkpoint holds.
+- A checkpoint: step, planes, bytes, number formats, and the settings that are
+  not the defaults.
+- A run: how far it has come, its checkpoints, and the newest of them in full.
+"""
 
 
 def main(args: Sequence[str]) -> int:
@@ -79,26 +81,23 @@ def _print_checkpoint(console: Console, path: Path, snapshot: Snapshot) -> None:
 
 
 def _print_settings(console: Console, saved: Mapping[str, Any], config_path: Path | None) -> None:
-    """The checkpoint's settings that are not the defaults, and where the run's `config.yaml` differs by
-    now."""
+    """The checkpoint's settings that are not the defaults, and those that `config.yaml` has by now."""
     settings = dict(_normalised(flatten(saved)))
     defaults = {key: leaf.default for key, leaf in leaves(RunConfig).items()}
-    rows = [
-        (key, shown(value), "" if defaults.get(key, REQUIRED) is REQUIRED else shown(defaults[key]))
-        for key, value in settings.items()
-        if defaults.get(key, REQUIRED) != value
-    ]
-    console.print(table("Settings", ("key", "value", "default"), rows, text_columns=3))
-    if config_path is not None:
-        now = dict(_normalised(flatten(to_plain(load(RunConfig, config_path)))))
-        changed = [
-            (key, shown(settings[key]), shown(now[key]))
-            for key in now
-            if settings.get(key, now[key]) != now[key]
-        ]
-        if changed:
-            columns = ("key", "in the checkpoint", "in config.yaml")
-            console.print(table("Changed since", columns, changed, text_columns=3))
+    console.print("\nsettings that are not the defaults:")
+    for key, value in settings.items():
+        default = defaults.get(key, REQUIRED)
+        if default != value:
+            note = "" if default is REQUIRED else f"  (default {shown(default)})"
+            console.print(f"  {key}: {shown(value)}{note}", soft_wrap=True)
+    if config_path is None:
+        return
+    now = dict(_normalised(flatten(to_plain(load(RunConfig, config_path)))))
+    changed = [key for key in now if settings.get(key, now[key]) != now[key]]
+    if changed:
+        console.print("\nchanged since, in config.yaml:")
+    for key in changed:
+        console.print(f"  {key}: {shown(settings[key])} -> {shown(now[key])}", soft_wrap=True)
 
 
 def _normalised(settings: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:

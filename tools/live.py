@@ -38,12 +38,12 @@ def step_line(metrics: StepMetrics, last_step: int, bound_s: float | None, colum
     cause, seconds = max(metrics.stall_s.items(), key=lambda item: item[1], default=("", 0.0))
     if metrics.step_s > 0 and seconds >= 0.005 * metrics.step_s:
         parts.append(f"wait {cause} {100 * seconds / metrics.step_s:.0f}%")
-    for line in ("step " + "  ".join(parts), "step " + " ".join(parts), " ".join(parts)):
-        if columns is None or len(line) <= columns:
-            return line
-    while len(parts) > 1 and len(" ".join(parts)) > columns:
-        parts.pop()
-    return " ".join(parts)[:columns]
+    wide = "step " + "  ".join(parts)
+    if columns is None:
+        return wide
+    shorter = [" ".join(parts[:kept]) for kept in range(len(parts), 0, -1)]
+    fitting = (line for line in (wide, "step " + shorter[0], *shorter) if len(line) <= columns)
+    return next(fitting, shorter[-1][:columns])
 
 
 class Progress:

@@ -47,18 +47,20 @@ def parse_options(
 
     Args:
         prog: the command with its positional arguments, for the usage line.
+        description: for the help. tyro joins lines that begin with a letter: make a longer text a list.
         given: what a run file sets; the help shows these values as the defaults.
         source: name of that file.
 
     Raises:
         ConfigError: an option or value that is wrong.
     """
-    given = given or {}
-    draft = _draft(cls, "", leaves(cls), given)
+    tree: type = cls
+    given, known = given or {}, leaves(tree)
+    draft: Any = _draft(tree, "", known, given)
     parsed, rest = tyro.cli(draft, args=args, prog=prog, description=description, return_unknown_args=True)
     if rest:
-        raise ConfigError(_unexpected(cls, rest[0], prog))
-    typed = {key: _given(texts, leaves(cls)[key]) for key, texts in _texts(parsed, "")}
+        raise ConfigError(_unexpected(tree, rest[0], prog))
+    typed = {key: _given(texts, known[key]) for key, texts in _texts(parsed, "")}
     return build(cls, {**given, **typed}, f"{source} with the options given" if typed and given else source)
 
 

@@ -107,13 +107,10 @@ def _limit(nbytes: int | None) -> str:
 
 
 def count(value: float) -> str:
-    """Three significant digits with k, M, G, T: 12345 gives "12.3k"."""
-    for suffix in ("", "k", "M", "G"):
-        if abs(value) < 999.5:
-            return (
-                f"{value:.0f}{suffix}"
-                if abs(value) >= 99.95 or value == int(value)
-                else f"{value:.3g}{suffix}"
-            )
-        value /= 1000
-    return f"{value:.3g}T"
+    """At most three significant digits, with k, M, G or T: 12345 gives "12.3k"."""
+    suffixes = iter(("", "k", "M", "G", "T"))
+    suffix = next(suffixes)
+    while abs(value) >= 999.5 and suffix != "T":
+        value, suffix = value / 1000, next(suffixes)
+    text = f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
+    return (text if suffix else f"{value:.3g}") + suffix

@@ -10,12 +10,15 @@ from tierstream.engine.config_file import read
 from tierstream.tools.live import ConsoleObserver
 from tierstream.tools.options import parse_options, take_positionals
 
-_DESCRIPTION = (
-    "Train a model as RUN.yaml says. An option --section.key changes the key of that section in the file; "
-    "values are written as there (null, true, 1e-4, 8GiB). A SIZE is a number of bytes, or a number with a "
-    "unit: KiB, MiB, GiB, TiB (1024) or kB, MB, GB, TB (1000). Relative paths are relative to the current "
-    "directory, also those in the file. `tierstream train RUN.yaml --help` shows the file's own values."
-)
+_DESCRIPTION = """\
+Train a model as RUN.yaml says.
+- An option --section.key changes that key of the file; its value is written as
+  in the file: null, true, 1e-4, 8GiB.
+- A SIZE is a number of bytes, or a number with KiB, MiB, GiB, TiB (powers of
+  1024) or kB, MB, GB, TB (powers of 1000).
+- Relative paths are relative to the current directory, also those in the file.
+- `tierstream train RUN.yaml --help` shows the values of the file as defaults.
+"""
 
 
 def main(args: Sequence[str]) -> int:

@@ -10,9 +10,7 @@ from tierstream.tiered.snapshot import Snapshot
 from tierstream.tools.checkpoints import find_checkpoint
 from tierstream.tools.options import NoOptions, parse_options, take_positionals
 
-_DESCRIPTION = (
-    "Read every page of a checkpoint (of a run: its newest) and compare its checksum with the manifest's."
-)
+_DESCRIPTION = "Compare every page of a checkpoint (of a run: its newest) with its checksum."
 
 
 def main(args: Sequence[str]) -> int:

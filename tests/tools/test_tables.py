@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from support.steps import record
+
+from tierstream.engine.metrics import PlanReport, RunSummary, TierPlan
+from tierstream.tools.tables import count, open_console, print_plan, print_summary, table
+
+GIB = 2**30
+
+PLAN = PlanReport(
+    parameters=1_235_814_400,
+    tokens_per_step=8192,
+    first_step=1,
+    last_step=100,
+    dtypes={"weight": "bfloat16", "master_low": "uint16", "gradient sum": "float32"},
+    tiers=(
+        TierPlan(tier="gpu", holds="2 of 16 layers, ends, gradient sums", used_bytes=3 * GIB),
+        TierPlan(tier="dram", holds="512 pages", used_bytes=8 * GIB, limit_bytes=24 * GIB),
+    ),
+    bound_s={"compute": 3.1, "nvme": 4.56, "update": 0.3},
+    paths={"/mnt/nvme0": "posix-direct (O_DIRECT)"},
+)
+
+
+class Latin(io.TextIOWrapper):
+    """A stream that cannot say more than ASCII."""
+
+    def __init__(self) -> None:
+        self.bytes = io.BytesIO()
+        super().__init__(self.bytes, encoding="ascii", errors="strict", write_through=True)
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def printed(show: object, value: object) -> str:
+    stream = io.StringIO()
+    show(open_console(stream), value)  # type: ignore[operator]
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def test_the_plan() -> None:
+    assert (
+        printed(print_plan, PLAN)
+        == """\
+1.24G parameters: weight bfloat16, master_low uint16, gradient sum float32
+steps 1 to 100, 8,192 tokens per step
+Plan
+
+ tier   holds                                    bytes          of
+ ─────────────────────────────────────────────────────────────────
+ gpu    2 of 16 layers, ends, gradient sums   3.00 GiB           -
+ dram   512 pages                             8.00 GiB   24.00 GiB
+
+/mnt/nvme0: posix-direct (O_DIRECT)
+A step takes at least 4.56 s, set by nvme
+  (nvme 4.56 s, compute 3.1 s, update 0.3 s)"""
+    )
+
+
+def test_the_summary() -> None:
+    summary = RunSummary(checkpoint="/runs/a/checkpoints/step-00000003")
+    for step in (1, 2, 3):
+        summary.add(
+            record(
+                step,
+                skipped=step == 2,
+                step_s=5.0,
+                stall_s={"weights": 1.0, "gradients": 0.25},
+                bytes_read={"dram": 10**10, "nvme": 5 * 10**9},
+                bytes_written={"nvme": 25 * 10**8},
+                host_peak_bytes=5 * GIB,
+                gpu_peak_bytes=0,
+            )
+        )
+    assert (
+        printed(print_summary, summary)
+        == """\
+Traffic
+
+ tier        read    written   read GB/s   written GB/s   hit rate
+ ─────────────────────────────────────────────────────────────────
+ dram   27.94 GiB        0 B        2.00           0.00     75.0 %
+ nvme   13.97 GiB   6.98 GiB        1.00           0.50          -
+
+Waiting
+
+ for            s   of the time
+ ──────────────────────────────
+ weights     3.00        20.0 %
+ gradients   0.75         5.0 %
+
+steps 1 to 3, 1 skipped: loss 3.3333, 384 tokens in 15.0 s (25.6 tok/s)
+peak memory: host 5.00 GiB
+checkpoint /runs/a/checkpoints/step-00000003"""
+    )
+
+
+def test_a_run_with_nothing_left_to_do() -> None:
+    assert printed(print_summary, RunSummary()) == "No step was left to run"
+
+
+def test_a_run_that_stopped_says_why() -> None:
+    summary = RunSummary(stopped="5 steps in a row had a gradient that is not finite")
+    summary.add(record(1, loss=math.nan, stall_s={}))
+    text = printed(print_summary, summary)
+    assert "Stopped early: 5 steps in a row had a gradient that is not finite" in text
+    assert "loss nan" in text
+
+
+def test_nothing_is_wider_than_80_columns() -> None:
+    long = PlanReport(
+        parameters=10**12, tokens_per_step=10**9, first_step=1, last_step=10**8,
+        dtypes={f"plane {i}": "float32" for i in range(20)},
+        tiers=(TierPlan(tier="nvme", holds="state " * 40, used_bytes=2**60, limit_bytes=2**62),),
+        bound_s={f"resource {i}": 1.0 / (i + 1) for i in range(20)},
+    )  # fmt: skip
+    assert max(map(len, printed(print_plan, long).splitlines())) <= 80
+
+
+def test_paths_stay_in_one_piece() -> None:
+    path = "/mnt/" + "x" * 200
+    assert path in printed(print_summary, RunSummary(checkpoint=path))
+
+
+def test_square_brackets_are_text() -> None:
+    console_rows = [("[bold]dram[/bold]", "[1]")]
+    assert "[bold]dram[/bold]" in printed(
+        lambda console, rows: console.print(table("T", ("a", "b"), rows)), console_rows
+    )
+
+
+def test_an_ascii_stream_gets_ascii() -> None:
+    stream = Latin()
+    print_plan(open_console(stream), PLAN)
+    text = stream.bytes.getvalue().decode("ascii")
+    assert "|dram | 512 pages" in text
+
+
+def test_no_colours_in_a_file() -> None:
+    stream = io.StringIO()
+    print_plan(open_console(stream), PLAN)
+    assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (7, "7"), (0.5, "0.5"), (25.64, "25.6"), (999, "999"), (999.6, "1.00k"), (12345, "12.3k"),
+        (999_499, "999k"), (1_235_814_400, "1.24G"), (70e9, "70.0G"), (1.2e12, "1.20T"),
+    ],
+)  # fmt: skip
+def test_counts_have_three_digits(value: float, text: str) -> None:
+    assert count(value) == text
