@@ -1,0 +1,205 @@
+"""Training rows: documents shuffled anew every epoch, put end to end and cut into rows of equal length.
+
+Everything is a pure function of (seed, step): there is no position to save, and a resumed run sees the rows
+of an unbroken one. In memory are the order of the documents and where each begins (16 bytes each and epoch),
+never the tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstream.engine.corpus import find_files, fingerprint_files
+from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.tokenizer import TRAINED_VOCAB_MIN, has_tokenizer, load_tokenizer, train_tokenizer
+from tierstream.engine.tokens import TokenStore, open_tokens
+from tierstream.io.errors import ConfigError, DataError
+
+#: Label of a position that is not trained on; the default `ignore_index` of torch's cross-entropy.
+NOT_TRAINED = -100
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Plain text files, each one document."""
+
+    files: list[str]
+    """Text files (UTF-8) or patterns such as corpus/**/*.txt."""
+
+    tokenizer: str | None = None
+    """Directory of a transformers tokenizer; null: that of the model if it has one, else one is trained."""
+
+    vocab_size: int = 4096
+    """Tokens of a tokenizer that is trained; of no meaning otherwise."""
+
+    seq_len: int = 1024
+    """Tokens of a row."""
+
+    isolate_documents: bool = True
+    """Attention stays within a document, and positions restart at each one."""
+
+    def __post_init__(self) -> None:
+        if not self.files or not all(self.files):
+            raise ConfigError(
+                f"data.files is {self.files}; name at least one text file or pattern, and none empty"
+            )
+        if self.vocab_size < TRAINED_VOCAB_MIN:
+            raise ConfigError(
+                f"data.vocab_size is {self.vocab_size}; it must be at least {TRAINED_VOCAB_MIN} "
+                "(256 bytes and two special tokens)"
+            )
+        if self.seq_len < 2:
+            raise ConfigError(f"data.seq_len is {self.seq_len}; it must be at least 2 tokens")
+        if self.tokenizer == "":
+            raise ConfigError("data.tokenizer is empty; name a directory, or leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of a step; all arrays int64 [rows, seq_len].
+
+    Attributes:
+        labels: the next token, `NOT_TRAINED` where there is none; already shifted.
+        position_ids: from 0 at every row and, with isolated documents, at every document.
+        trained_tokens: labels that count.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    trained_tokens: int
+
+
+class PackedRows:
+    """The rows of a token store.
+
+    An epoch is all documents in an order drawn from (seed, epoch), end to end, cut into rows of `seq_len`; no
+    token is left out, so the last row of an epoch ends in padding that is not trained on. A document that
+    does not fit goes on in the next row, without what came before. The label after a row's last token is the
+    first token of the next row.
+
+    Args:
+        isolate_documents: no label is predicted across a document's end (the end-of-text token predicts
+            nothing), and positions restart, which is how the attention masks of transformers recognise packed
+            documents.
+    """
+
+    def __init__(self, store: TokenStore, *, seq_len: int, seed: int, isolate_documents: bool) -> None:
+        self.store, self.seq_len, self.seed, self.isolate_documents = store, seq_len, seed, isolate_documents
+        self.rows_per_epoch = -(-store.index.tokens // seq_len)
+        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # a step may lie across the end of an epoch
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the tokens of the documents; neither with `seq_len` nor with the seed."""
+        return self.store.index.fingerprint
+
+    def row_ids(self, step: int, rows: int) -> NDArray[np.int64]:
+        """int64 [rows, 2]: epoch, and row within it, of each row of a step."""
+        numbers = np.arange(step * rows, (step + 1) * rows, dtype=np.int64)
+        return np.stack(np.divmod(numbers, self.rows_per_epoch), axis=1)
+
+    def batch(self, step: int, rows: int) -> Batch:
+        """Rows `step * rows` to `(step + 1) * rows` of the endless sequence of epochs."""
+        shape = (rows, self.seq_len)
+        input_ids = np.full(shape, self.store.index.end_of_text_id, np.int64)
+        labels = np.full(shape, NOT_TRAINED, np.int64)
+        position_ids = np.empty(shape, np.int64)
+        for i, (epoch, row) in enumerate(self.row_ids(step, rows).tolist()):
+            stream, begins = self._read(epoch, row)
+            length = min(self.seq_len, stream.size)
+            input_ids[i, :length] = stream[:length]
+            labels[i, : stream.size - 1] = stream[1:]
+            position_ids[i] = np.arange(self.seq_len)
+            if self.isolate_documents:
+                labels[i, begins[begins > 0] - 1] = NOT_TRAINED
+                restarts = np.append(begins[begins < length], length)  # padding is a document of its own
+                position_ids[i] -= _last_restart(restarts, self.seq_len)
+        return Batch(input_ids, labels, position_ids, int(np.count_nonzero(labels != NOT_TRAINED)))
+
+    def documents(self, epoch: int) -> NDArray[np.int64]:
+        """The documents in the order of an epoch."""
+        return self._epoch(epoch)[0]
+
+    def _draw_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Documents in order, and where each begins in the epoch's stream of tokens.
+
+        Sorting the raw output of the generator gives the same order with every version of numpy; it promises
+        that for `random_raw`, not for `permutation` (NEP 19).
+        """
+        generator = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
+        order = np.argsort(generator.random_raw(self.store.index.documents), kind="stable")
+        lengths = np.diff(self.store.offsets)[order]
+        begins = np.zeros(lengths.size, np.int64)
+        np.cumsum(lengths[:-1], out=begins[1:])
+        return order, begins
+
+    def _read(self, epoch: int, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The tokens of a row and the one after it, and the positions among them where documents begin."""
+        order, begins = self._epoch(epoch)
+        start = row * self.seq_len
+        stop = min(start + self.seq_len + 1, self.store.index.tokens)
+        stream = np.empty(stop - start, np.int64)
+        first = int(np.searchsorted(begins, start, "right")) - 1
+        last = int(np.searchsorted(begins, stop, "left"))
+        for document, begin in zip(order[first:last].tolist(), begins[first:last].tolist(), strict=True):
+            source, end = self.store.offsets[document : document + 2].tolist()
+            low, high = max(begin, start), min(begin + end - source, stop)
+            stream[low - start : high - start] = self.store.tokens[
+                source + low - begin : source + high - begin
+            ]
+        inside = begins[first:last] - start
+        return stream, inside[inside >= 0]
+
+
+def _last_restart(restarts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """For each position the nearest restart at or before it (0 if none)."""
+    found = np.zeros(length, np.int64)
+    inside = restarts[restarts < length]
+    found[inside] = inside
+    return np.maximum.accumulate(found)
+
+
+def open_rows(
+    data: DataConfig, model: ModelConfig, directory: Path, *, vocab_size: int, seed: int
+) -> PackedRows:
+    """Tokenise the training data of a run into `directory`, or reuse what is there.
+
+    Args:
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        DataError, ConfigError: files, tokenizer or vocabulary that cannot be used.
+        StorageError: `directory` cannot be written.
+    """
+    sources = fingerprint_files(find_files(data.files))
+    chosen = tokenizer_directory(data, model, directory)
+    if chosen == directory / "tokenizer":
+        if data.vocab_size > vocab_size:
+            raise ConfigError(
+                f"data.vocab_size is {data.vocab_size}, but the embedding of the model has only {vocab_size} "
+                f"rows; lower it to at most {vocab_size}"
+            )
+        if not any(source.nbytes for source in sources):
+            raise DataError(
+                f"the {len(sources)} files of data.files hold no text: there is nothing to train on"
+            )
+        train_tokenizer(sources, data.vocab_size, chosen)
+    store = open_tokens(sources, load_tokenizer(chosen), directory / "tokens", vocab_size=vocab_size)
+    return PackedRows(store, seq_len=data.seq_len, seed=seed, isolate_documents=data.isolate_documents)
+
+
+def tokenizer_directory(data: DataConfig, model: ModelConfig, directory: Path) -> Path:
+    """Where a run's tokenizer is: `data.tokenizer`, else the model's own, else trained in `directory`."""
+    if data.tokenizer is not None:
+        return Path(os.path.abspath(data.tokenizer))
+    for source in (model.path, model.config):
+        if source is not None and has_tokenizer(Path(source)):
+            return Path(os.path.abspath(source))
+    return directory / "tokenizer"
