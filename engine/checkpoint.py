@@ -19,8 +19,9 @@ from tierstream.tiered.store import Store
 
 _NAME = re.compile(r"step-(\d{8,})")
 
-#: Sections of a run file that may differ on resume: where the state lies and how often it is saved changes no bit of it.
-_FREE_SECTIONS = ("run_dir", "tiers", "checkpoint")
+#: Keys and sections of a run file that may differ on resume: they change no bit of the state. Data and model may lie elsewhere, but
+#: must be the same: the token stream is compared by its fingerprint, the architecture key by key.
+_FREE = {"run_dir", "tiers", "checkpoint", "data.files", "data.tokenizer", "data.vocab_size", "model.path", "model.config"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,7 +98,7 @@ def save(store: Store, directory: Path, step: int, state: Mapping[str, object], 
     for old in own[:-keep]:
         durable.remove_tree(old)
     for leftover in _entries(directory):
-        if leftover.name.endswith(".tmp"):
+        if leftover.suffix in (".tmp", ".removing"):
             durable.remove_tree(leftover)
     return path
 
@@ -106,17 +107,18 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
     """Refuse a resume whose settings would change the trajectory.
 
     Args:
-        saved, current: nested settings, as in config.yaml.
+        saved, current: nested settings, as in config.yaml, and the model's `architecture`.
         allowed: dotted keys that may differ.
 
     Raises:
         CheckpointError: lists every key that differs, with both values.
     """
+    free = _FREE | set(allowed or ())
     before, now = dict(_flatten(saved)), dict(_flatten(current))
     different = [
         f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key.split(".")[0] not in _FREE_SECTIONS and key not in (allowed or ())
+        if before.get(key) != now.get(key) and not {key, key.split(".")[0]} & free
     ]
     if different:
         raise CheckpointError(

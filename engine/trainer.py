@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 import uuid
 from contextlib import ExitStack
@@ -81,6 +82,7 @@ class _Run:
         self.config, self.observer, self.directory = config, observer, directory
         self.rows, self.runtime = rows, runtime
         self.run_id: str = state["run_id"]
+        self.settings: dict[str, Any] = state["settings"]
         self.step: int = state["step"]
         self.skipped_total: int = state["skipped_total"]
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
@@ -95,12 +97,12 @@ class _Run:
         snapshot = checkpoint.find_resume(config.checkpoint.resume, run_dir / "checkpoints", identity.read())
         directory = parts.enter_context(RunDirectory(run_dir, resume=config.checkpoint.resume != "none"))
         state = _first_state() if snapshot is None else dict(snapshot.state)
+        model, hf_config = build_meta_model(config.model)
+        settings = _settings(config, hf_config)
         if snapshot is not None:
-            checkpoint.check_same_run(state["config"], dataclasses.asdict(config), config.checkpoint.allow_changed)
+            checkpoint.check_same_run(state["settings"], settings, config.checkpoint.allow_changed)
         directory.write_config(config)
         identity.write(state["run_id"])
-
-        model, hf_config = build_meta_model(config.model)
         units = find_units(model)
         rows = open_rows(config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed)
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
@@ -126,7 +128,7 @@ class _Run:
         parts.callback(runtime.close)
         observer.on_event(f"data: {rows.store.origin}")
         observer.on_event(f"state: {origin}")
-        run = cls(config, observer, directory, rows, runtime, state)
+        run = cls(config, observer, directory, rows, runtime, state | {"settings": settings})
         observer.on_plan(_report(config, units, layout, plan, runtime, tier, device, run.step))
         return run
 
@@ -173,7 +175,7 @@ class _Run:
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
             "data_fingerprint": self.rows.fingerprint,
-            "config": dataclasses.asdict(self.config),
+            "settings": self.settings,
         }
         path = checkpoint.save(
             self.runtime.store, self.directory.checkpoints, self.step, state, self.config.checkpoint.keep
@@ -224,6 +226,14 @@ class _RunIdentity:
 
 def _first_state() -> dict[str, Any]:
     return {"run_id": uuid.uuid4().hex, "step": 0, "applied_updates": 0, "skipped_total": 0, "skipped_in_a_row": 0}
+
+
+def _settings(config: RunConfig, hf_config: Any) -> dict[str, Any]:
+    """The run file and the model's architecture, as JSON values: what a resume compares."""
+    architecture = json.loads(hf_config.to_json_string(use_diff=False))
+    for key in ("transformers_version", "_name_or_path"):
+        architecture.pop(key, None)
+    return json.loads(json.dumps(dataclasses.asdict(config) | {"architecture": architecture}))
 
 
 def _report(

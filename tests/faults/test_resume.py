@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.runs import dump, final_planes, make_run, records, train, train_file
 from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.checkpoint import checkpoints
 from tierstream.io.errors import CheckpointError, ConfigError
 from tierstream.tiered.snapshot import Snapshot
 
@@ -159,9 +160,8 @@ def _wait_for_training(process: multiprocessing.process.BaseProcess, run_dir: Pa
 
 
 def _complete_checkpoints(run_dir: Path) -> list[Snapshot]:
-    folder = run_dir / "checkpoints"
-    names = sorted(p for p in folder.glob("step-*") if not p.name.endswith(".tmp")) if folder.is_dir() else []
-    return [Snapshot.open(path) for path in names]
+    """Everything that has a checkpoint's name must open as one."""
+    return [Snapshot.open(path) for _, path in checkpoints(run_dir / "checkpoints")]
 
 
 def test_records_never_hold_a_step_twice(uninterrupted: tuple[Path, dict, list[dict]]) -> None:
