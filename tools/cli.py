@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TierstreamError as error:
         return _fail(str(error), error.exit_status)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        print("tierstream: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of our output has gone, as in `tierstream inspect RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

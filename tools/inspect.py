@@ -41,7 +41,7 @@ def main(args: Sequence[str]) -> int:
         newest = find_checkpoint(path)
         snapshot = Snapshot.open(newest)
         _print_checkpoint(console, newest, snapshot)
-        _print_settings(console, snapshot.state.get("config", {}), path / "config.yaml" if is_run else None)
+        _print_settings(console, snapshot.state["settings"], path / "config.yaml" if is_run else None)
     return 0
 
 
@@ -77,12 +77,14 @@ def _print_checkpoint(console: Console, path: Path, snapshot: Snapshot) -> None:
     parameters = sum(tensor.numel for spec in weights for tensor in spec.tensors)
     nbytes = format_bytes(snapshot.layout.nbytes(durable=True))
     page = format_bytes(snapshot.layout.page_bytes)
-    console.print(f"{count(parameters)} parameters, {nbytes} in pages of {page}")
+    family = state["settings"]["architecture"]["model_type"]
+    console.print(f"{family}, {count(parameters)} parameters, {nbytes} in pages of {page}")
 
 
 def _print_settings(console: Console, saved: Mapping[str, Any], config_path: Path | None) -> None:
     """The checkpoint's settings that are not the defaults, and those that `config.yaml` has by now."""
-    settings = dict(_normalised(flatten(saved)))
+    sections = {key: value for key, value in saved.items() if key != "architecture"}
+    settings = dict(_normalised(flatten(sections)))
     defaults = {key: leaf.default for key, leaf in leaves(RunConfig).items()}
     console.print("\nsettings that are not the defaults:")
     for key, value in settings.items():

@@ -119,7 +119,6 @@ def test_mistakes_get_one_message_and_status_2(
             2,
             "/data/x: No such file or directory",
         ),
-        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 def test_errors_become_a_message_and_a_status(
@@ -134,6 +133,13 @@ def test_errors_become_a_message_and_a_status(
     assert (outcome.status, outcome.out) == (status, "")
     assert outcome.err.startswith(f"tierstream: error: {message}")
     assert "Traceback" not in outcome.err
+
+
+def test_an_interrupt_is_one_line(
+    run: Callable[..., Outcome], broken: Callable[[BaseException], None]
+) -> None:
+    broken(KeyboardInterrupt())
+    assert run("verify", "x") == (130, "", "tierstream: interrupted\n")
 
 
 @pytest.mark.parametrize("error", [InvariantError("two writers"), OSError(5, "no file named"), KeyError("x")])

@@ -69,7 +69,8 @@ def checkpoint(directory: RunDirectory, config: RunConfig, step: int) -> Path:
             "step": step,
             "applied_updates": step - 1,
             "skipped_total": 1,
-            "config": dataclasses.asdict(config),
+            "settings": dataclasses.asdict(config)
+            | {"architecture": {"model_type": "llama", "hidden_size": 60}},
         }
         write_snapshot(store, path, state)
     finally:
@@ -102,7 +103,7 @@ Planes
  exp_avg      float32        2   24.00 KiB
  exp_avg_sq   float32        2   24.00 KiB
 
-5.66k parameters, 72.00 KiB in pages of 4.00 KiB
+llama, 5.66k parameters, 72.00 KiB in pages of 4.00 KiB
 """
 
 
