@@ -48,7 +48,7 @@ class StepMetrics:
     skipped_total: int
     """Skipped steps of the run so far, this one included."""
     tokens: int
-    """Tokens of the step, padding not counted."""
+    """Positions of the step: rows times row length, padding included."""
     trained_tokens: int
     """Tokens of the step that count in the loss."""
     step_s: float
@@ -56,7 +56,7 @@ class StepMetrics:
     tokens_per_s: float
     """`tokens / step_s`."""
     stall_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that the computation waited, by cause."""
+    """Seconds of waiting, by cause. Threads wait side by side, so causes overlap and do not add up."""
     bytes_read: dict[str, int] = field(default_factory=dict)
     """Bytes that this step took out of the tier."""
     bytes_written: dict[str, int] = field(default_factory=dict)
