@@ -94,7 +94,8 @@ def resolve_names(model: Any, checkpoint: CheckpointDir) -> ResolvedNames:
     direct: dict[str, str] = {}
     collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     unexpected: dict[str, str] = {}
-    bare, prefixed = [], []
+    bare: list[str] = []
+    prefixed: list[str] = []
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, meta)
         if target not in meta and key in meta:  # as transformers: a renaming that should not have fired

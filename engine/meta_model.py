@@ -130,7 +130,7 @@ def nearest_pretrained(model: Any, module_name: str) -> Any:
 
 
 @contextmanager
-def protected(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def protected(parameters: Iterable[Any]) -> Iterator[None]:
     """Within, the init functions of transformers and torch leave these parameters alone (transformers' own
     flag)."""
     flagged = [p for p in parameters if not getattr(p, "_is_hf_initialized", False)]

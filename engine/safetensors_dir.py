@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,9 +170,9 @@ def read_header(file: Path) -> list[TensorEntry]:
     return entries
 
 
-def _entry(name: str, info: Mapping[str, object], file: Path, data_start: int) -> TensorEntry:
+def _entry(name: str, info: Mapping[str, Any], file: Path, data_start: int) -> TensorEntry:
     """One header record; any surprise is a ValueError, TypeError or KeyError."""
-    dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]  # type: ignore[misc]
+    dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"tensor {name} with shape {shape} at {begin}..{end}")
     bits = ITEM_BITS[dtype]

@@ -28,7 +28,8 @@ LOAD_BUFFER_BYTES = 64 << 20
 #: Elements per slice when two stored copies of a tensor are compared.
 COMPARE_ELEMENTS = 1 << 20
 
-TORCH_DTYPES = {
+#: Types of the format as torch has them.
+STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
@@ -63,7 +64,7 @@ class LoadPlan:
         """One whole stored tensor in its stored type."""
         entry = self.checkpoint.tensors[key]
         return (
-            torch.from_numpy(self.checkpoint.read(key)).view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+            torch.from_numpy(self.checkpoint.read(key)).view(STORED_DTYPES[entry.dtype]).reshape(entry.shape)
         )
 
 
