@@ -21,15 +21,19 @@ from safetensors.torch import load_file
 from support.models import DENSE, SIZES, Flat, different, save_model, two_units
 
 from tierstream.engine.corpus import fingerprint_files
-from tierstream.engine.export import export_model
+from tierstream.engine.export import export_model, snapshot_reader
 from tierstream.engine.export_plan import plan_export
 from tierstream.engine.meta_model import build_meta_model, materialise_buffers
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.source import load_weights, plan_load
+from tierstream.engine.state import PlaneWriter
 from tierstream.engine.tokenizer import train_tokenizer
+from tierstream.engine.units import build_layout, find_units
 from tierstream.io import seam
 from tierstream.io.errors import ConfigError, DataError, InvariantError, StorageError
+from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.store import Store
 
 MIXTURE = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0],
@@ -367,3 +371,35 @@ def test_two_hundred_shards_with_64_file_handles(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run([sys.executable, "-c", FEW_HANDLES, *paths], check=True, env=environment)
     assert different(stored(tmp_path / "out"), Loaded(tmp_path / "source").tensors(torch.bfloat16)) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master"), [("bfloat16", "split"), ("bfloat16", "fp32"), ("float32", "split")]
+)
+def test_snapshot_gives_weights_and_masters(tmp_path: Path, dtype: str, master: str) -> None:
+    """From a checkpoint of a run: in fp32 the masters, in bf16 the weights that the run computes with."""
+    save_model(tmp_path / "source", dtype=torch.float32)
+    loaded = Loaded(tmp_path / "source", dtype)
+    masters = loaded.flat.tensors()
+    tie = masters["lm_head.weight"].view(torch.int32)
+    tie[0, 0] = 0x3F808000  # between 1 and the next bf16: split masters round away from zero, others to even
+    units = find_units(loaded.model)
+    layout = build_layout(units, page_bytes=8192, master=master, grad_dtype="float32", boundary_nbytes=None)
+    store = Store(layout, dram_bytes=8 << 20, directory=None, prefetch_bytes=0, writeback_bytes=0)
+    write = PlaneWriter(store, layout)
+    for unit in units.in_forward_order:
+        for spec in unit.tensors:
+            write(unit.name, spec.offset, masters[spec.name].numpy())
+    write_snapshot(store, tmp_path / "snapshot", {})
+    store.close()
+    read = snapshot_reader(Snapshot.open(tmp_path / "snapshot"))
+    weights = {name: value.bfloat16() for name, value in masters.items()}
+    if (dtype, master) == ("bfloat16", "split"):
+        rounded = {name: (value.view(torch.int32) + 0x8000) & ~0xFFFF for name, value in masters.items()}
+        weights = {name: value.view(torch.float32) for name, value in rounded.items()}
+        assert weights["lm_head.weight"][0, 0] > 1
+    in_order = units.in_forward_order
+    export_model(read, loaded.model, in_order, tmp_path / "fp32", dtype="float32", buffer_bytes=5000)
+    export_model(read, loaded.model, in_order, tmp_path / "bf16", dtype="bfloat16", buffer_bytes=5000)
+    assert different(pretrained(tmp_path / "fp32"), masters) == []
+    assert different(pretrained(tmp_path / "bf16"), weights) == []
