@@ -62,6 +62,8 @@ class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):
     def cast_scalar(self, data: object) -> Any:
         if not self._check_scalar(data):
             raise TypeError(f"{data!r} cannot be a {_NAME}")
+        if isinstance(data, ml_dtypes.bfloat16):
+            return data  # float() would lose the payload of a NaN
         return _NATIVE.type(float(data))
 
     def default_scalar(self) -> Any:

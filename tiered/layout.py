@@ -180,7 +180,7 @@ class Layout:
         if spec is None:
             raise InvariantError(f"plane {unit}/{plane} is not in the layout")
         fits = values.dtype.name == spec.dtype or (spec.dtype == "bfloat16" and values.dtype == np.uint16)
-        if not fits or values.ndim != 1 or not values.flags.c_contiguous:
+        if not (fits and values.dtype.isnative and values.ndim == 1 and values.flags.c_contiguous):
             raise InvariantError(
                 f"plane {unit}/{plane} takes a flat {spec.dtype} array, not {values.dtype} of {values.shape}"
             )

@@ -90,9 +90,10 @@ def write_snapshot(store: Store, path: str | os.PathLike[str], state: Mapping[st
     everything = [page for key in durable for page in layout.pages(*key)]
     pages = [page for page in everything if store.has_content(page)]
     nbytes = sum(map(layout.page_nbytes, pages))
-    check_directory(parent, nbytes + _SLACK_BYTES)
     try:
         make_directory(temporary)
+        # There and not in the parent: a scratch file that it leaves when killed goes with the rest.
+        check_directory(temporary, nbytes + _SLACK_BYTES)
         write_small(f"{temporary}/zarr.json", group_json({}))
         create_arrays(temporary, layout, durable.values())
         checksums: dict[Page, int | None] = dict.fromkeys(everything)
@@ -260,8 +261,8 @@ class Snapshot:
         if problems:
             shown = "; ".join(sorted(problems)[:10])
             raise CheckpointError(
-                f"checkpoint {self.path} does not fit the model of this run in {len(problems)} planes: {shown}; use "
-                "the model and the optimizer settings that it was written with"
+                f"checkpoint {self.path} does not fit the model of this run in {len(problems)} planes: "
+                f"{shown}; use the model and the optimizer settings that it was written with"
             )
 
 
