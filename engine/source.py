@@ -131,14 +131,7 @@ def load_weights(
     for name, key in sorted(
         plan.parameters.items(), key=lambda item: (tensors[item[1]].file, tensors[item[1]].offset)
     ):
-        unit, offset = places[name]
-        nonfinite = 0
-        slice_elements = max(1, buffer_bytes // (FLOAT_DTYPES[tensors[key].dtype].itemsize + 4))
-        for start, values in plan.checkpoint.slices(key, slice_elements):
-            nonfinite += _count_nonfinite(values)
-            write(unit, offset + start, values)
-        if nonfinite:
-            _refuse_nonfinite(nonfinite, key, tensors[key].file)
+        _load_tensor(plan.checkpoint, key, places[name], write, buffer_bytes)
     for conversion in plan.conversions:
         for name, start, values in conversion.stream(plan.read_tensor):
             if nonfinite := _count_nonfinite(values):
@@ -147,6 +140,22 @@ def load_weights(
                 )
             unit, offset = places[name]
             write(unit, offset + start, values)
+
+
+def _load_tensor(
+    checkpoint: CheckpointDir, key: str, place: tuple[str, int], write: WriteRange, buffer_bytes: int
+) -> None:
+    """Stream one stored tensor to `place` (unit, element). Its buffers end with this call."""
+    entry = checkpoint.tensors[key]
+    unit, offset = place
+    nonfinite = 0
+    for start, values in checkpoint.slices(
+        key, max(1, buffer_bytes // (FLOAT_DTYPES[entry.dtype].itemsize + 4))
+    ):
+        nonfinite += _count_nonfinite(values)
+        write(unit, offset + start, values)
+    if nonfinite:
+        _refuse_nonfinite(nonfinite, key, entry.file)
 
 
 def _tied_names(wanted: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -87,16 +87,16 @@ def test_slices_are_bounded_and_cover_everything(tmp_path: Path, buffer_bytes: i
 
 
 def test_loading_takes_only_its_buffers(tmp_path: Path) -> None:
-    """A model of 13 MB within 256 KiB (and what Python objects take)."""
+    """A model of 13 MB within 1 MiB; the rest is what Python objects take."""
     save_model(tmp_path, vocab_size=40_000, intermediate_size=2000)
     model, plan = plan_of(tmp_path)
     units = two_units(model)
     assert plan.nbytes > 8 << 20
     tracemalloc.start()
-    load_weights(plan, units, lambda unit, start, values: None, buffer_bytes=128 << 10)
+    load_weights(plan, units, lambda unit, start, values: None, buffer_bytes=1 << 20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 256 << 10
+    assert peak < 1.1 * (1 << 20)
 
 
 def test_experts_are_stacked_by_transformers_own_conversion(tmp_path: Path) -> None:
