@@ -165,6 +165,8 @@ class Device:
         if self.is_cuda:
             if not torch.cuda.is_available():
                 raise ConfigError(f"train.device is {name!r}, but torch sees no CUDA device; use cpu, or check the driver")
+            if self.torch_device.index is None:
+                self.torch_device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.set_device(self.torch_device)
             self.compute: Lane = CudaLane(torch.cuda.current_stream(), faults)
             self.upload: Lane = CudaLane(torch.cuda.Stream(), faults)
