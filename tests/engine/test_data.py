@@ -164,13 +164,16 @@ def test_end_of_text_inside_a_document_is_an_ordinary_token(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_isolated_documents_give_the_loss_of_separate_ones(attention: str) -> None:
+@pytest.mark.parametrize(("lengths", "seq_len", "rows"), [([3, 5, 9, 2, 4], 32, 1), ([4] * 9, 12, 3)])
+def test_isolated_documents_give_the_loss_of_separate_ones(
+    attention: str, lengths: list[int], seq_len: int, rows: int
+) -> None:
     """Transformers sees documents by their positions: packed loss = unpacked loss, gradients too (C19)."""
     model = tiny_model(dtype=torch.float32, attn_implementation=attention)
-    lengths = [3, 5, 9, 2, 4]
-    packed = rows_of(lengths, seq_len=32)
+    packed = rows_of(lengths, seq_len)
+    assert packed.rows_per_epoch == rows
     packed.store.tokens[:] %= 250
-    batch = packed.batch(0, 1)
+    batch = packed.batch(0, rows)
 
     def summed_loss(ids: Any, labels: Any, positions: Any) -> torch.Tensor:
         logits = model(
