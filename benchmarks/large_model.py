@@ -1,11 +1,13 @@
-"""A billion-parameter model on one GPU, its state mostly on disk: equality with the resident run, memory against depth, time / bound.
+"""A billion-parameter model on one GPU, its state mostly on disk: equality with the resident run, memory
+against depth, time / bound.
 
-    python benchmarks/large_model.py --drive /mnt/nvme --out results/ [--part equality|depth] [--steps 20] [--dram 8GiB]
+    python benchmarks/large_model.py --drive /mnt/nvme --out results/ [--part equality|depth] [--steps 20]
+    [--dram 8GiB]
 
-The model is Qwen2.5-1.5B's shape with random weights, the text Python's own standard library. `equality` trains it tiered and
-resident with the same seed and compares every loss and gradient norm, bit for bit; `depth` runs the shape and one twice as deep for
-three steps and compares the peak of GPU memory. Every run is a `tierstream train` process of its own. Results are printed and
-written to <out>/large_model_<part>.json.
+The model is Qwen2.5-1.5B's shape with random weights, the text Python's own standard library. `equality`
+trains it tiered and resident with the same seed and compares every loss and gradient norm, bit for bit;
+`depth` runs the shape and one twice as deep for three steps and compares the peak of GPU memory. Every run is
+a `tierstream train` process of its own. Results are printed and written to <out>/large_model_<part>.json.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from pathlib import Path
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536,
     "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
-    "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "initializer_range": 0.02,
+    "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "initializer_range": 0.02,
 }  # fmt: skip
 WARM_UP_STEPS = 3
 
@@ -39,13 +41,15 @@ def train(out: Path, name: str, layers: int, options: list[str]) -> dict:
     (model / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
     run_file = out / f"{name}.yaml"
     sources = str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
-    run_file.write_text(json.dumps({"run_dir": str(run_dir), "model": {"config": str(model)}, "data": {"files": [sources]}}))
+    run_file.write_text(
+        json.dumps({"run_dir": str(run_dir), "model": {"config": str(model)}, "data": {"files": [sources]}})
+    )
     command = ["tierstream", "train", str(run_file), "--checkpoint.at-end", "false", *options]
     begin = time.time()
+    entry = [sys.executable, "-c", "import sys; from tierstream.tools.cli import main; sys.exit(main())"]
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from tierstream.tools.cli import main; sys.exit(main())", *command[1:]],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [*entry, *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     print(f"$ {' '.join(command)}\n{done.stdout}", flush=True)
     if done.returncode:
         raise SystemExit(f"{name} failed with status {done.returncode}")
@@ -80,7 +84,9 @@ def machine() -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--drive", required=True, help="directory on the drive that holds the state")
     parser.add_argument("--out", required=True, type=Path, help="directory for runs and results")
     parser.add_argument("--part", choices=["equality", "depth"], default="equality")
@@ -92,8 +98,8 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     common = [
-        "--train.device", given.device, "--train.rows-per-step", str(given.rows), "--train.loss-chunk-tokens", "1024",
-        "--optimizer.lr", "1e-4", "--optimizer.warmup-steps", "5",
+        "--train.device", given.device, "--train.rows-per-step", str(given.rows),
+        "--train.loss-chunk-tokens", "1024", "--optimizer.lr", "1e-4", "--optimizer.warmup-steps", "5",
     ]  # fmt: skip
     tiered = ["--tiers.dram", given.dram, "--tiers.nvme-dirs", given.drive]
     resident = ["--tiers.gpu", "100GiB", "--tiers.activations", "gpu"]
@@ -110,7 +116,9 @@ def main() -> None:
         results["gpu_peak_ratio"] = results["deep"]["gpu_peak_bytes"] / results["shallow"]["gpu_peak_bytes"]
     target = given.out / f"large_model_{given.part}.json"
     target.write_text(json.dumps(results, indent=1))
-    print(json.dumps({k: v for k, v in results.items() if k not in ("tiered", "resident", "shallow", "deep")}))
+    print(
+        json.dumps({k: v for k, v in results.items() if k not in ("tiered", "resident", "shallow", "deep")})
+    )
     print(f"wrote {target}")
 
 

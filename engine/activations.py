@@ -1,7 +1,8 @@
 """Keeps the input of every layer from its forward to its recompute: on the device, or in the store's tiers.
 
-In the store a boundary activation is a step-local plane like a gradient: written page by page in forward, read and forgotten in
-backward, spilled to NVMe only where DRAM is short. GPU memory then does not grow with depth.
+In the store a boundary activation is a step-local plane like a gradient: written page by page in forward,
+read and forgotten in backward, spilled to NVMe only where DRAM is short. GPU memory then does not grow with
+depth.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from tierstream.io.errors import InvariantError
 
 
 class ActivationStash:
-    """`put` in forward; `wait_stored` is the gate of the upload that brings it back; `take_local` where it stayed on the device."""
+    """`put` in forward; `wait_stored` is the gate of the upload that brings it back; `take_local` where it
+    stayed on the device.
+    """
 
     def __init__(self, device: Device, downloader: Downloader, layers: int, *, on_device: bool) -> None:
         self._device, self._downloader, self._layers = device, downloader, layers
@@ -34,7 +37,9 @@ class ActivationStash:
         if self.on_device:
             self._local[layer] = hidden
             return
-        kept = [hidden]  # the tensor lives until its bytes are in DRAM; then its memory goes back to the compute lane
+        kept = [
+            hidden
+        ]  # the tensor lives until its bytes are in DRAM; then its memory goes back to the compute lane
         flat = hidden.contiguous().view(-1)
         job = self._downloader.submit(
             activation_unit(layer), "activation", lambda: flat, self._device.compute.record(), kept.clear
@@ -51,14 +56,18 @@ class ActivationStash:
         job.add_done_callback(settle)
 
     def wait_stored(self, layer: int) -> None:
-        """Block until the store knows the pages of `layer`'s input; raises what kept them from being written."""
+        """Block until the store knows the pages of `layer`'s input; raises what kept them from being
+        written.
+        """
         self._stored[layer].result()
 
     def take_local(self, layer: int) -> torch.Tensor:
         return self._local.pop(layer)
 
     def abort(self) -> None:
-        """After an error elsewhere: whoever waits for an activation that will not come is woken with an error."""
+        """After an error elsewhere: whoever waits for an activation that will not come is woken with an
+        error.
+        """
         for stored in self._stored:
             if not stored.done():
                 stored.set_exception(InvariantError("the step was aborted before this activation was made"))

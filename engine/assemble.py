@@ -44,8 +44,8 @@ class Drives:
 def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     """Refuse a run whose files cannot fit, before anything is written.
 
-    Needs of folders on one file system are added: the state and what may spill on the drives, and `keep + 1` checkpoints in the
-    run directory, since an old one is removed only when its successor is durable.
+    Needs of folders on one file system are added: the state and what may spill on the drives, and `keep + 1`
+    checkpoints in the run directory, since an old one is removed only when its successor is durable.
 
     Raises:
         StorageError: names the directory, the bytes needed and the bytes free.
@@ -94,9 +94,16 @@ def build_store(
 
 
 def fill_state(
-    config: RunConfig, model: Any, units: ModelUnits, layout: Layout, store: Store, snapshot: Snapshot | None, device: Device
+    config: RunConfig,
+    model: Any,
+    units: ModelUnits,
+    layout: Layout,
+    store: Store,
+    snapshot: Snapshot | None,
+    device: Device,
 ) -> str:
-    """First values of every plane and buffer, from a checkpoint, a model directory or an initialisation; says which.
+    """First values of every plane and buffer, from a checkpoint, a model directory or an initialisation; says
+    which.
 
     Raises:
         ModelSourceError, CheckpointError, StorageError: what cannot be read, before anything is trained on.
@@ -119,7 +126,14 @@ def fill_state(
 
 
 def build_runtime(
-    config: RunConfig, model: Any, units: ModelUnits, layout: Layout, plan: Plan, store: Store, device: Device, applied: int
+    config: RunConfig,
+    model: Any,
+    units: ModelUnits,
+    layout: Layout,
+    plan: Plan,
+    store: Store,
+    device: Device,
+    applied: int,
 ) -> Runtime:
     return Runtime(
         model,

@@ -1,7 +1,7 @@
 """Puts streamed tensors into a module whose parameters live on `meta`, and takes them out again.
 
-`module._parameters[name] = tensor` costs 2 microseconds for a layer and needs no hook on submodules, so a module that uses another
-module's weight directly is bound like any other (docs/design.md, section 5).
+`module._parameters[name] = tensor` costs 2 microseconds for a layer and needs no hook on submodules, so a module
+that uses another module's weight directly is bound like any other (docs/design.md, section 5).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Binding:
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views into the unit's bytes (uint8, flat), one per tensor of the unit."""
-        values = flat[: self.unit.numel * TORCH_DTYPES[self.unit.dtype].itemsize].view(TORCH_DTYPES[self.unit.dtype])
+        values = flat[: self.unit.numel * TORCH_DTYPES[self.unit.dtype].itemsize].view(
+            TORCH_DTYPES[self.unit.dtype]
+        )
         return [values[t.offset : t.end].view(t.shape) for t in self.unit.tensors]
 
     @property

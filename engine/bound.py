@@ -1,7 +1,8 @@
 """The bound of a step: no step can be faster than its slowest resource (docs/design.md section 6).
 
-The rates are measured on this machine, through the very paths that training takes; the traffic to the drives is counted by
-replaying the step's own schedule against an optimal cache of as many frames as the run has (Belady, IBM Systems Journal 5(2), 1966).
+The rates are measured on this machine, through the very paths that training takes; the traffic to the drives
+is counted by replaying the step's own schedule against an optimal cache of as many frames as the run has
+(Belady, IBM Systems Journal 5(2), 1966).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _PROBE_BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the machine gives, measured. Bytes per second unless the name says otherwise; None: not part of this run."""
+    """What the machine gives, measured. Bytes per second unless the name says otherwise; None: not part of
+    this run.
+    """
 
     flop_per_s: float
     upload: float | None
@@ -57,7 +60,9 @@ class Bound:
 
 
 def drive_traffic(uses: Sequence[tuple[Page, Intent]], frames: int) -> tuple[int, int]:
-    """Pages that an optimal cache of `frames` must read and write per step, once the cyclic schedule `uses` is in steady state."""
+    """Pages that an optimal cache of `frames` must read and write per step, once the cyclic schedule `uses`
+    is in steady state.
+    """
     length, cycles = len(uses), 3
     pages = [page for page, _ in uses]
     next_use = [0] * length
@@ -99,7 +104,9 @@ def drive_traffic(uses: Sequence[tuple[Page, Intent]], frames: int) -> tuple[int
 def step_bound(
     rates: Rates, *, flop: float, upload_bytes: int, parameters: int, read_bytes: int, written_bytes: int
 ) -> Bound:
-    """Seconds per resource for one step. Reads and writes of the drives overlap at the mixed rates, the rest runs alone."""
+    """Seconds per resource for one step. Reads and writes of the drives overlap at the mixed rates, the rest
+    runs alone.
+    """
     seconds = {"compute": flop / rates.flop_per_s, "update": parameters / rates.update_parameters_per_s}
     if rates.upload:
         seconds["upload"] = upload_bytes / rates.upload
@@ -114,8 +121,12 @@ def step_bound(
 def measure_rates(
     device: Device, dtype: torch.dtype, threads: int, backend: Backend | None, directory: Path | None
 ) -> Rates:
-    """Measure this machine in about two seconds: matrix product, upload, AdamW, and the drive through the run's own backend."""
-    drive = (None, None, None, None) if backend is None or directory is None else _drive_rates(backend, directory)
+    """Measure this machine in about two seconds: matrix product, upload, AdamW, and the drive through the
+    run's own backend.
+    """
+    drive = (
+        (None, None, None, None) if backend is None or directory is None else _drive_rates(backend, directory)
+    )
     return Rates(
         flop_per_s=_matmul_rate(device, dtype),
         upload=_upload_rate(device) if device.is_cuda else None,
@@ -128,7 +139,9 @@ def measure_rates(
 
 
 def _best_seconds(run: Callable[[], object], device: Device | None = None, rounds: int = 5) -> float:
-    """Least of several rounds after a warm-up: a bound asks what the machine can give, and others only ever slow it down."""
+    """Least of several rounds after a warm-up: a bound asks what the machine can give, and others only ever
+    slow it down.
+    """
     times = []
     for _ in range(rounds + 1):
         begin = time.perf_counter()
@@ -166,7 +179,9 @@ def _update_rate(threads: int) -> float:
 
 
 def _drive_rates(backend: Backend, directory: Path) -> tuple[float, float, float, float]:
-    """(read, write, read while writing, write while reading) in bytes per second, of incompressible data that is really written."""
+    """(read, write, read while writing, write while reading) in bytes per second, of incompressible data that
+    is really written.
+    """
     blocks = _PROBE_BYTES // _PROBE_BLOCK_BYTES
     names = [directory / ".probe-a", directory / ".probe-b"]
     source = np.random.default_rng(0).integers(0, 256, _PROBE_BLOCK_BYTES + 4096, np.uint8)
@@ -187,7 +202,9 @@ def _drive_rates(backend: Backend, directory: Path) -> tuple[float, float, float
             return [files[which].write_from(source, i * _PROBE_BLOCK_BYTES) for i in range(blocks)]
 
         def read(which: int) -> list:
-            return [files[which].read_into(target, i * _PROBE_BLOCK_BYTES) for i, target in enumerate(targets)]
+            return [
+                files[which].read_into(target, i * _PROBE_BLOCK_BYTES) for i, target in enumerate(targets)
+            ]
 
         wait(write(1))
         write_s = _best_seconds(lambda: wait(write(0)), rounds=2)

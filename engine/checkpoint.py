@@ -1,17 +1,19 @@
-"""Checkpoints of a run: where they lie, which one a resume takes, which ones are removed, and what must not have changed.
+"""Checkpoints of a run: where they lie, which one a resume takes, which ones are removed, and what must not
+have changed.
 
-A checkpoint is a snapshot of the store (tierstream.tiered.snapshot) named `step-<8 digits>`. It is complete or not there; order is
-by step, as a number, never by time stamp.
+A checkpoint is a snapshot of the store (tierstream.tiered.snapshot) named `step-<8 digits>`. It is complete
+or not there; order is by step, as a number, never by time stamp.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tierstream.engine.config_tree import differences
 from tierstream.io import durable
 from tierstream.io.errors import CheckpointError, ConfigError
 from tierstream.tiered.snapshot import Snapshot, write_snapshot
@@ -19,9 +21,19 @@ from tierstream.tiered.store import Store
 
 _NAME = re.compile(r"step-(\d{8,})")
 
-#: Keys and sections of a run file that may differ on resume: they change no bit of the state. Data and model may lie elsewhere, but
-#: must be the same: the token stream is compared by its fingerprint, the architecture key by key.
-_FREE = {"run_dir", "tiers", "checkpoint", "data.files", "data.tokenizer", "data.vocab_size", "model.path", "model.config"}
+#: Keys and sections of a run file that may differ on resume: they change no bit of the state. Data and model
+#: may lie elsewhere, but must be the same: the token stream is compared by its fingerprint, the architecture
+#: key by key.
+_FREE = {
+    "run_dir",
+    "tiers",
+    "checkpoint",
+    "data.files",
+    "data.tokenizer",
+    "data.vocab_size",
+    "model.path",
+    "model.config",
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,8 +47,8 @@ class CheckpointConfig:
     at_end: bool = True
     """Write a checkpoint after the last step."""
     resume: str = "none"
-    """none: a new run. auto: the newest complete checkpoint of `run_dir`, or a new run if there is none. Else: a checkpoint
-    directory."""
+    """none: a new run. auto: the newest complete checkpoint of `run_dir`, or a new run if there is none.
+    Else: a checkpoint directory."""
     allow_changed: list[str] | None = None
     """Keys (like optimizer.lr) that may differ from the run that wrote the checkpoint."""
 
@@ -82,14 +94,16 @@ def find_resume(resume: str, directory: Path, run_id: str | None) -> Snapshot | 
         problems.append(f"{path} belongs to another run ({snapshot.state.get('run_id')})")
     if problems:
         raise CheckpointError(
-            f"no checkpoint in {directory} can be resumed: {'; '.join(problems)}; name one with checkpoint.resume, or start "
-            "anew in another run_dir"
+            f"no checkpoint in {directory} can be resumed: {'; '.join(problems)}; name one with "
+            "checkpoint.resume, or start anew in another run_dir"
         )
     return None
 
 
 def save(store: Store, directory: Path, step: int, state: Mapping[str, object], keep: int) -> Path:
-    """Write the checkpoint of `step`, then remove this run's older ones beyond `keep`, and what a crash left half-written."""
+    """Write the checkpoint of `step`, then remove this run's older ones beyond `keep`, and what a crash left
+    half-written.
+    """
     path = checkpoint_path(directory, step)
     if path.exists():
         durable.remove_tree(path)
@@ -114,11 +128,12 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
         CheckpointError: lists every key that differs, with both values.
     """
     free = _FREE | set(allowed or ())
-    before, now = dict(_flatten(saved)), dict(_flatten(current))
+    if current["optimizer"]["schedule"] == "constant":
+        free.add("train.steps")  # a longer run has the same learning rates
     different = [
-        f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not {key, key.split(".")[0]} & free
+        f"{key}: {before!r} in the checkpoint, {now!r} now"
+        for key, (before, now) in sorted(differences(saved, current).items())
+        if not {key, key.split(".")[0]} & free
     ]
     if different:
         raise CheckpointError(
@@ -132,8 +147,8 @@ def check_same_data(saved: str | None, current: str) -> None:
     """Raises CheckpointError if the token stream is not the one that the checkpoint was trained on."""
     if saved is not None and saved != current:
         raise CheckpointError(
-            f"the training data or the tokenizer changed since the checkpoint (fingerprint {saved[:12]} then, {current[:12]} now); "
-            "restore the files, or start a new run from an export of the checkpoint"
+            f"the training data or the tokenizer changed since the checkpoint (fingerprint {saved[:12]} "
+            f"then, {current[:12]} now); restore the files, or start a new run from an export of the checkpoint"
         )
 
 
@@ -146,11 +161,3 @@ def _run_id(path: Path) -> object:
 
 def _entries(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -1,9 +1,10 @@
-"""A whole run, composed of the sections that live beside their owners. Nothing here imports torch: `--help` must be quick."""
+"""A whole run, composed of the sections that live beside their owners. Nothing here imports torch: `--help`
+must be quick.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.data import DataConfig
@@ -40,8 +41,8 @@ class TrainConfig:
                 raise ConfigError(f"train.{key} is {getattr(self, key)}; it must be >= 1")
         if self.rows_per_chunk is not None and not 1 <= self.rows_per_chunk <= self.rows_per_step:
             raise ConfigError(
-                f"train.rows_per_chunk is {self.rows_per_chunk}; it must be between 1 and train.rows_per_step "
-                f"({self.rows_per_step}), or null for all rows"
+                f"train.rows_per_chunk is {self.rows_per_chunk}; it must be between 1 and "
+                f"train.rows_per_step ({self.rows_per_step}), or null for all rows"
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"train.seed is {self.seed}; it must be in [0, 2**63)")

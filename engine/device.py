@@ -1,11 +1,13 @@
 """The compute device and its lanes: one code path for a CUDA GPU and for the CPU.
 
-A lane is an ordered queue of work: on CUDA a stream, on the CPU simply the thread that uses it. `record` marks a point of a lane,
-`wait` orders another lane behind it, `when_done` runs a callback on the host once the lane has come that far (a stream is watched
-by a thread of its own, so that the one who enqueues never waits). Three lanes are used: `compute`, `upload` (weights and boundary
-activations to the device) and `download` (gradients and boundary activations from it).
+A lane is an ordered queue of work: on CUDA a stream, on the CPU simply the thread that uses it. `record`
+marks a point of a lane, `wait` orders another lane behind it, `when_done` runs a callback on the host once
+the lane has come that far (a stream is watched by a thread of its own, so that the one who enqueues never
+waits). Three lanes are used: `compute`, `upload` (weights and boundary activations to the device) and
+`download` (gradients and boundary activations from it).
 
-The tests put random delays and NaN poison into this seam (`CopyFaults`): an ordering that holds only by luck then breaks.
+The tests put random delays and NaN poison into this seam (`CopyFaults`): an ordering that holds only by luck
+then breaks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _REDUCE_BLOCK_ELEMENTS = 1 << 22
 
 @dataclass
 class CopyFaults:
-    """Test tool: seeded random delays around every copy, and 0xFF (NaN) in every buffer that is given back."""
+    """Test tool: seeded random delays around every copy, and 0xFF (NaN) in every buffer that is given
+    back.
+    """
 
     seed: int
     max_delay_s: float = 0.002
@@ -87,7 +91,9 @@ class HostLane:
     def _copy(self, target: np.ndarray, source: np.ndarray) -> None:
         if self._faults:
             time.sleep(self._faults.delay_s())
-        np.copyto(target, source)  # releases the GIL, and unlike torch's copy_ starts no OpenMP team in this thread
+        np.copyto(
+            target, source
+        )  # releases the GIL, and unlike torch's copy_ starts no OpenMP team in this thread
 
     def record(self) -> Event:
         return _Done()
@@ -156,7 +162,9 @@ class CudaLane:
 
 
 class Device:
-    """The device that computes, with its three lanes and the few operations that differ between CUDA and the CPU."""
+    """The device that computes, with its three lanes and the few operations that differ between CUDA and the
+    CPU.
+    """
 
     def __init__(self, name: str = "cpu", faults: CopyFaults | None = None) -> None:
         self.faults = faults
@@ -164,7 +172,9 @@ class Device:
         self.is_cuda = self.torch_device.type == "cuda"
         if self.is_cuda:
             if not torch.cuda.is_available():
-                raise ConfigError(f"train.device is {name!r}, but torch sees no CUDA device; use cpu, or check the driver")
+                raise ConfigError(
+                    f"train.device is {name!r}, but torch sees no CUDA device; use cpu, or check the driver"
+                )
             if self.torch_device.index is None:
                 self.torch_device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.set_device(self.torch_device)
@@ -175,7 +185,9 @@ class Device:
             self.compute, self.upload, self.download = (HostLane(faults) for _ in range(3))
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """A persistent byte buffer on the device, aligned for direct I/O on the CPU and for any dtype view on both."""
+        """A persistent byte buffer on the device, aligned for direct I/O on the CPU and for any dtype view on
+        both.
+        """
         if self.is_cuda:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         spare = np.empty(nbytes + 4096, np.uint8)
@@ -189,7 +201,8 @@ class Device:
                 buffer.view(torch.uint8).fill_(0xFF)
 
     def sum_squares(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of squares of a flat fp32 or bf16 tensor as a 0-dim fp64 tensor: the same bits every time on one device.
+        """Sum of squares of a flat fp32 or bf16 tensor as a 0-dim fp64 tensor: the same bits every time on
+        one device.
 
         fp64 cannot overflow here, so the result is finite exactly if every element is.
         """
@@ -209,7 +222,9 @@ class Device:
 
     @contextlib.contextmanager
     def replayed_rng(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
-        """Run a recompute with the random numbers that the forward drew, and leave the generators as they were."""
+        """Run a recompute with the random numbers that the forward drew, and leave the generators as they
+        were.
+        """
         now = self.rng_state()
         self.set_rng_state(state)
         try:
@@ -227,7 +242,9 @@ class Device:
             torch.cuda.set_rng_state(state[1], self.torch_device)
 
     def pinning(self) -> tuple[Callable[[int, int], None] | None, Callable[[int], None] | None]:
-        """Functions that register host memory with the driver (address, bytes) and take it back (address); None on the CPU."""
+        """Functions that register host memory with the driver (address, bytes) and take it back (address);
+        None on the CPU.
+        """
         if not self.is_cuda:
             return None, None
         runtime = torch.cuda.cudart()

@@ -1,8 +1,8 @@
 """Sums a unit's gradient in fp32 on the device and sends it to its `grad` plane.
 
-Autograd gives a gradient per row chunk in the compute dtype; they are added, in the order of the chunks, into one flat fp32
-buffer per unit. When the unit is complete the download lane takes its sum of squares (for the norm and the finite check), rounds
-to the storage dtype where asked, and writes the pages.
+Autograd gives a gradient per row chunk in the compute dtype; they are added, in the order of the chunks, into
+one flat fp32 buffer per unit. When the unit is complete the download lane takes its sum of squares (for the
+norm and the finite check), rounds to the storage dtype where asked, and writes the pages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class GradientBuffers:
         self._sums: dict[str, torch.Tensor] = {}
 
     def open(self, unit: Unit) -> list[torch.Tensor]:
-        """fp32 views, one per tensor of `unit`, that the caller adds to; zero at the unit's first use in a step."""
+        """fp32 views, one per tensor of `unit`, that the caller adds to; zero at the unit's first use in a
+        step.
+        """
         flat = self._open.get(unit.name)
         if flat is None:
             free = self._free[self._group_of[unit.name]]
@@ -81,7 +83,8 @@ class GradientBuffers:
         self._downloader.submit(unit.name, "grad", produce, ready, done)
 
     def sums_of_squares(self, units: Sequence[Unit]) -> dict[str, float]:
-        """Wait until every closed gradient is in DRAM; the sums of squares of the step, in the order of `units`.
+        """Wait until every closed gradient is in DRAM; the sums of squares of the step, in the order of
+        `units`.
 
         This is the one point of a step where the host waits for the device.
         """

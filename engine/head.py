@@ -1,7 +1,8 @@
 """Final norm, output matrix and cross-entropy, in chunks of tokens: forward and backward at once.
 
-The number of trained tokens of the step is known beforehand, so the loss of a chunk can be differentiated as soon as it is
-computed, and logits exist for one chunk only: never vocabulary x tokens in memory. Nothing of the head is recomputed.
+The number of trained tokens of the step is known beforehand, so the loss of a chunk can be differentiated as
+soon as it is computed, and logits exist for one chunk only: never vocabulary x tokens in memory. Nothing of
+the head is recomputed.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ class StepMetrics:
     tokens_per_s: float
     """`tokens / step_s`."""
     stall_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of waiting, by cause. Threads wait side by side, so causes overlap and do not add up."""
+    """Seconds that the computation waited, by cause."""
+    tier_wait_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that the threads around it (upload, update, download) waited for a page, by cause. They wait side by side, and
+    mostly while the computation runs: their sum says how hard a tier works, not what it costs."""
     bytes_read: dict[str, int] = field(default_factory=dict)
     """Bytes that this step took out of the tier."""
     bytes_written: dict[str, int] = field(default_factory=dict)
@@ -109,6 +112,7 @@ class RunSummary:
     step_s: float = 0.0
     """Wall-clock seconds within steps."""
     stall_s: dict[str, float] = field(default_factory=dict)
+    tier_wait_s: dict[str, float] = field(default_factory=dict)
     tiers: dict[str, TierTotals] = field(default_factory=dict)
     host_peak_bytes: int = 0
     gpu_peak_bytes: int = 0
@@ -126,6 +130,7 @@ class RunSummary:
         self.skipped_steps += metrics.skipped
         self.step_s += metrics.step_s
         self.stall_s = dict(Counter(self.stall_s) + Counter(metrics.stall_s))
+        self.tier_wait_s = dict(Counter(self.tier_wait_s) + Counter(metrics.tier_wait_s))
         self.host_peak_bytes = max(self.host_peak_bytes, metrics.host_peak_bytes)
         self.gpu_peak_bytes = max(self.gpu_peak_bytes, metrics.gpu_peak_bytes)
         for name, per_tier in (

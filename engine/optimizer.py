@@ -1,8 +1,9 @@
 """AdamW as the run sees it: settings, the learning-rate schedule, and the verdict over a step's gradients.
 
-All of it is pure functions of the number of updates already applied, so a resumed run needs no scheduler state. The arithmetic on
-planes is `tierstream._native.adamw_*` (source: Loshchilov & Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101, in
-the order of operations of torch.optim.AdamW), driven page by page in `tierstream.engine.update`.
+All of it is pure functions of the number of updates already applied, so a resumed run needs no scheduler
+state. The arithmetic on planes is `tierstream._native.adamw_*` (source: Loshchilov & Hutter, Decoupled Weight
+Decay Regularization, arXiv 1711.05101, in the order of operations of torch.optim.AdamW), driven page by page
+in `tierstream.engine.update`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1
     """Learning rate at the end of the run, as a share of `lr` (linear, cosine)."""
     master: Literal["split", "fp32"] = "split"
-    """How the fp32 master of a bf16 weight is kept: its 16 low bits (12 B/param in all) or a full copy (14 B/param)."""
+    """How the fp32 master of a bf16 weight is kept: its 16 low bits (12 B/param in all) or a full copy (14
+    B/param).
+    """
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which a step's summed gradient waits for the update. It is always summed in fp32."""
     threads: int | None = None
@@ -83,8 +86,8 @@ def learning_rate(config: OptimizerConfig, applied_updates: int, total_updates: 
 class Verdict:
     """What a step's gradients allow: fixed at the end of backward, carried out in the next forward.
 
-    `update` is AdamW's step number `t` (from 1). `grad_norm` is the global L2 norm before clipping; not finite means the whole
-    step is skipped: no weight, moment, counter or decay moves.
+    `update` is AdamW's step number `t` (from 1). `grad_norm` is the global L2 norm before clipping; not
+    finite means the whole step is skipped: no weight, moment, counter or decay moves.
     """
 
     grad_norm: float
@@ -102,11 +105,13 @@ def judge(
 ) -> Verdict:
     """Verdict from the sum of squares of each unit's gradient.
 
-    The sum over units runs in the order of the mapping, in fp64: a single inf or NaN anywhere makes the norm non-finite, so the
-    finite check needs no pass of its own. The clip factor is `clip_norm / (norm + 1e-6)`, at most 1: that of
-    torch.nn.utils.clip_grad_norm_.
+    The sum over units runs in the order of the mapping, in fp64: a single inf or NaN anywhere makes the norm
+    non-finite, so the finite check needs no pass of its own. The clip factor is `clip_norm / (norm + 1e-6)`,
+    at most 1: that of torch.nn.utils.clip_grad_norm_.
     """
-    total = math.fsum(sums_of_squares.values()) if all(map(math.isfinite, sums_of_squares.values())) else math.nan
+    total = (
+        math.fsum(sums_of_squares.values()) if all(map(math.isfinite, sums_of_squares.values())) else math.nan
+    )
     norm = math.sqrt(total) if math.isfinite(total) else math.nan
     factor = 1.0
     if config.clip_norm is not None and math.isfinite(norm):

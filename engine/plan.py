@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.io.sizes import format_bytes
 from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round_up
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 _PAGE_MAX_BYTES = 16 << 20
 #: And a DRAM budget smaller than the state holds at least this many pages, so that eviction has a choice.
 _FRAMES_WANTED = 96
-#: Fewest frames with which every consumer can hold what it needs at once: an update granule (10 pages in the widest mode),
-#: 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
+#: Fewest frames with which every consumer can hold what it needs at once: an update granule (10 pages in the
+#: widest mode), 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
 _FRAMES_MIN = 24
 #: Share of the memory that is free at start which an automatic DRAM budget takes.
 _AUTO_DRAM_SHARE = 0.7
@@ -33,14 +34,18 @@ class TiersConfig:
     """Byte budgets of the three tiers and how they are used."""
 
     gpu: ByteSize | None = None
-    """Device memory for streamed weights, gradient sums and staged activations (without the work space of kernels); null: two
-    layers. A larger budget keeps more layers on the device."""
+    """Device memory for streamed weights, gradient sums and staged activations (without the work space of
+    kernels); null: two layers. A larger budget keeps more layers on the device."""
     dram: ByteSize | None = None
     """Host memory that caches the model's state; null: all of the state, or 70 % of what is free."""
     nvme_dirs: list[str] | None = None
-    """Directories, one per drive, that hold the state; null: the state lives in DRAM. Contents of a dead run are replaced."""
+    """Directories, one per drive, that hold the state; null: the state lives in DRAM. Contents of a dead run
+    are replaced.
+    """
     policy: Literal["lookahead", "lru"] = "lookahead"
-    """What leaves DRAM first: the page whose next scheduled use is furthest (Belady), or the least recently used."""
+    """What leaves DRAM first: the page whose next scheduled use is furthest (Belady), or the least recently
+    used.
+    """
     prefetch: ByteSize | None = None
     """How far the reads run ahead of the computation; 0: no prefetch; null: a quarter of `dram`."""
     writeback: ByteSize | None = None
@@ -48,17 +53,25 @@ class TiersConfig:
     page: ByteSize | None = None
     """Size of a page, a multiple of 4096 bytes; null: up to 16 MiB, a whole fraction of a layer."""
     activations: Literal["dram", "gpu"] = "dram"
-    """Where the inputs of the layers wait for backward: in the store (DRAM, spilling to NVMe), or on the device."""
+    """Where the inputs of the layers wait for backward: in the store (DRAM, spilling to NVMe), or on the
+    device.
+    """
     backend: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves bytes to and from the drives; auto: kvikio where CUDA is, else posix (O_DIRECT)."""
     io_threads: int = 8
     """Threads that read and write the drives."""
 
     def __post_init__(self) -> None:
-        if self.nvme_dirs is not None and (not self.nvme_dirs or len(set(self.nvme_dirs)) != len(self.nvme_dirs)):
-            raise ConfigError(f"tiers.nvme_dirs is {self.nvme_dirs}; name each directory once, or null for none")
+        if self.nvme_dirs is not None and (
+            not self.nvme_dirs or len(set(self.nvme_dirs)) != len(self.nvme_dirs)
+        ):
+            raise ConfigError(
+                f"tiers.nvme_dirs is {self.nvme_dirs}; name each directory once, or null for none"
+            )
         if self.page is not None and (self.page <= 0 or self.page % PAGE_ALIGN_BYTES):
-            raise ConfigError(f"tiers.page is {int(self.page)} bytes; it must be a positive multiple of {PAGE_ALIGN_BYTES}")
+            raise ConfigError(
+                f"tiers.page is {int(self.page)} bytes; it must be a positive multiple of {PAGE_ALIGN_BYTES}"
+            )
         if self.io_threads < 1:
             raise ConfigError(f"tiers.io_threads is {self.io_threads}; it must be >= 1")
 
@@ -95,7 +108,9 @@ class Plan:
 
 
 def choose_page_bytes(layer_weight_nbytes: int, state_bytes: int, config: TiersConfig) -> int:
-    """Page size: a whole fraction of a layer's weight plane, so that the last page of a plane wastes next to nothing."""
+    """Page size: a whole fraction of a layer's weight plane, so that the last page of a plane wastes next to
+    nothing.
+    """
     if config.page is not None:
         return int(config.page)
     largest = _PAGE_MAX_BYTES
@@ -121,16 +136,18 @@ def device_groups(
     slots = {name: (1, unit.numel * item_bytes) for name, unit in ends.items()}
     if boundary_nbytes is not None:
         slots["activations"] = (min(2, layers), boundary_nbytes)
-    fixed = sum(count * nbytes for count, nbytes in slots.values()) + sum(4 * count * n for count, n in sums.values())
+    fixed = sum(count * nbytes for count, nbytes in slots.values()) + sum(
+        4 * count * n for count, n in sums.values()
+    )
     count = min(2, layers)
     if gpu_budget is not None:
         count = min(layers, (gpu_budget - fixed) // layer_nbytes)
         if count < min(2, layers):
             least = fixed + min(2, layers) * layer_nbytes
             raise BudgetError(
-                f"tiers.gpu is {ByteSize(gpu_budget)}, but two layers of {ByteSize(layer_nbytes)} beside embedding, head, "
-                f"gradient sums and staged activations ({ByteSize(fixed)}) need {ByteSize(least)}; raise tiers.gpu, or lower "
-                "train.rows_per_step"
+                f"tiers.gpu is {format_bytes(gpu_budget)}, but two layers of {format_bytes(layer_nbytes)} "
+                f"beside embedding, head, gradient sums and staged activations ({format_bytes(fixed)}) need "
+                f"{format_bytes(least)}; raise tiers.gpu, or lower train.rows_per_step"
             )
     slots["layers"] = (count, layer_nbytes)
     group_of = {name: name for name in ends} | {unit.name: "layers" for unit in units.layers}
@@ -153,25 +170,28 @@ def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_byt
         budget = int(config.dram)
         if budget > free and min(budget, everything) > free:
             raise BudgetError(
-                f"tiers.dram is {ByteSize(budget)}, but only {ByteSize(max(free, 0))} of host memory are free "
-                "(least of machine and cgroup limits, minus use); lower tiers.dram"
+                f"tiers.dram is {format_bytes(budget)}, but only {format_bytes(max(free, 0))} of host memory "
+                "are free (least of machine and cgroup limits, minus use); lower tiers.dram"
             )
     if config.nvme_dirs is None and budget < everything:
         raise BudgetError(
-            f"the state needs {ByteSize(everything)} and tiers.dram holds {ByteSize(budget)}; name drives in "
-            f"tiers.nvme_dirs, or raise tiers.dram"
+            f"the state needs {format_bytes(everything)} and tiers.dram holds {format_bytes(budget)}; name "
+            "drives in tiers.nvme_dirs, or raise tiers.dram"
         )
     budget = min(budget, everything) // page * page
     if config.nvme_dirs is not None and budget < min(_FRAMES_MIN * page, everything):
         raise BudgetError(
-            f"tiers.dram is {ByteSize(budget)}: {budget // page} pages of {ByteSize(page)}, and at least {_FRAMES_MIN} are "
-            f"needed; raise tiers.dram to {ByteSize(_FRAMES_MIN * page)}, or lower tiers.page (now {ByteSize(page)})"
+            f"tiers.dram is {format_bytes(budget)}: {budget // page} pages of {format_bytes(page)}, and "
+            f"at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(_FRAMES_MIN * page)}, or "
+            "lower tiers.page"
         )
     return budget
 
 
 def step_flop(units: ModelUnits, tokens: int) -> float:
-    """FLOP of a step: 8 per parameter and token (forward, recompute, backward); embedding look-up is free, attention not counted."""
+    """FLOP of a step: 8 per parameter and token (forward, recompute, backward); embedding look-up is free,
+    attention not counted.
+    """
     lookup_only = 0 if units.tied else sum(t.numel for t in units.embed.tensors)
     return 8.0 * (units.numel - lookup_only) * tokens
 

@@ -1,9 +1,10 @@
 """A model in training: the store, the lanes and the threads put together, one step at a time.
 
-    step:  [update of the step before, unit by unit] -> upload -> forward ... loss ... backward -> gradients -> verdict
+    step:  [update of the step before, unit by unit] -> upload -> forward ... loss ... backward -> gradients
+    -> verdict
 
-The verdict of a step is carried out while the next one runs (`tierstream.engine.update`); `flush` carries it out at once, which
-gives the same bits.
+The verdict of a step is carried out while the next one runs (`tierstream.engine.update`); `flush` carries it
+out at once, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Traffic:
     bytes_written: dict[str, int]
     hits: dict[str, int]
     misses: dict[str, int]
-    stall_s: dict[str, float]
+    wait_s: dict[str, float]
 
     def since(self, earlier: Traffic) -> Traffic:
         def minus(name: str) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class Runtime:
             bytes_written={"gpu": up.bytes_up, "dram": down.bytes_down, "nvme": store.nvme_bytes_written},
             hits={"gpu": up.hits, "dram": store.hits + store.prefetched},
             misses={"gpu": up.misses, "dram": store.misses},
-            stall_s={"nvme_read": store.read_wait_s, "dram_frame": store.frame_wait_s},
+            wait_s={"nvme_read": store.read_wait_s, "dram_frame": store.frame_wait_s},
         )
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""First values of the planes: fp32 values from a checkpoint or an initialisation become weight and master planes.
+"""First values of the planes: fp32 values from a checkpoint or an initialisation become weight and master
+planes.
 
 The moments need no writing: a durable page that was never written reads as zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from tierstream import _native
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.store import Store
-
-WriteRange = Callable[[str, int, NDArray[np.float32]], None]
 
 
 @dataclass(frozen=True)

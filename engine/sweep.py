@@ -1,9 +1,11 @@
-"""One sweep: all rows of a step forward through the layers, the loss, and back, while weights stream through the device.
+"""One sweep: all rows of a step forward through the layers, the loss, and back, while weights stream through
+the device.
 
-The model's own `forward` runs, so every family gets the arguments its layers want; the forward of each layer is replaced, on the
-instance, by a shim. The shim keeps the layer's input, binds the streamed weights, and runs the rows of the step in chunks without
-a graph; in backward it binds the weights again, recomputes each chunk and adds its weight gradients to the unit's fp32 buffer. So
-weights are uploaded twice per step whatever the number of chunks.
+The model's own `forward` runs, so every family gets the arguments its layers want; the forward of each layer
+is replaced, on the instance, by a shim. The shim keeps the layer's input, binds the streamed weights, and
+runs the rows of the step in chunks without a graph; in backward it binds the weights again, recomputes each
+chunk and adds its weight gradients to the unit's fp32 buffer. So weights are uploaded twice per step whatever
+the number of chunks.
 """
 
 from __future__ import annotations
@@ -46,20 +48,25 @@ class LayerCall:
         for leaf in self._leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise ModelSourceError(
-                    "a layer takes a second differentiable input beside its hidden states; this model cannot be streamed yet"
+                    "a layer takes a second differentiable input beside its hidden states; this model cannot be "
+                    "streamed yet"
                 )
 
     def run(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
         """The layer's output for `rows`, given its input for these rows."""
         leaves = [
-            leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self.rows else leaf
+            leaf[rows]
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self.rows
+            else leaf
             for leaf in self._leaves
         ]
         leaves[self._hidden_at] = hidden
         args, kwargs = tree_unflatten(leaves, self._spec)
         out = self._forward(*args, **kwargs)
         if not isinstance(out, torch.Tensor) or out.shape != hidden.shape:
-            raise ModelSourceError("a layer returns something else than hidden states; this model cannot be streamed yet")
+            raise ModelSourceError(
+                "a layer returns something else than hidden states; this model cannot be streamed yet"
+            )
         return out
 
 
@@ -76,7 +83,9 @@ class _StreamedLayer(torch.autograd.Function):
 
 
 class _StreamedEmbedding(torch.autograd.Function):
-    """`anchor` is a dummy that requires grad: without it, a graph whose real inputs are token ids would not be recorded."""
+    """`anchor` is a dummy that requires grad: without it, a graph whose real inputs are token ids would not
+    be recorded.
+    """
 
     @staticmethod
     def forward(ctx: Any, sweep: Sweep, ids: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +138,8 @@ class Sweep:
         self._head = Head(norm, output, Binding(model, [norm, output], units.head), loss_chunk_tokens)
         self._embedding_binding = Binding(model, [self._embedding], units.embed)
         self._layer_bindings = [
-            Binding(model, [layer], unit) for layer, unit in zip(self._decoder.layers, units.layers, strict=True)
+            Binding(model, [layer], unit)
+            for layer, unit in zip(self._decoder.layers, units.layers, strict=True)
         ]
         self._head_binding = Binding(model, [norm, output], units.head)
         self._embedding_rows = type(self._embedding).forward.__get__(self._embedding)
@@ -156,7 +166,10 @@ class Sweep:
         def upload(kind: str, index: int) -> Upload:
             if kind == "activation":
                 return Upload(
-                    activation_unit(index), "activation", ACTIVATION_GROUP, lambda: self._stash.wait_stored(index)
+                    activation_unit(index),
+                    "activation",
+                    ACTIVATION_GROUP,
+                    lambda: self._stash.wait_stored(index),
                 )
             end = {"embed": self._units.embed, "head": self._units.head}.get(kind)
             unit = end or self._units.layers[index]
@@ -165,7 +178,8 @@ class Sweep:
         return [upload(*use) for use in self.uses]
 
     def run(self, plan: StepPlan, batch: Batch) -> float:
-        """Forward, loss and backward of one step; the gradients are on their way to their planes when it returns.
+        """Forward, loss and backward of one step; the gradients are on their way to their planes when it
+        returns.
 
         Returns:
             The mean cross-entropy over the step's trained tokens.
@@ -179,7 +193,11 @@ class Sweep:
         weights = self._head_binding.tensors(self._uploader.take(use))
         with torch.no_grad():
             loss, grad = self._head.loss_and_gradient(
-                weights, hidden.detach(), batch.labels, batch.trained_tokens, self._gradients.open(self._units.head)
+                weights,
+                hidden.detach(),
+                batch.labels,
+                batch.trained_tokens,
+                self._gradients.open(self._units.head),
             )
         self._uploader.release(use)
         if not self._units.tied:
@@ -252,8 +270,14 @@ class Sweep:
     def _replace_forwards(self, norm: nn.Module) -> None:
         """Put the shims in place, on the instances: type, attributes and hooks of the modules stay."""
         embedding = self._embedding
-        if type(embedding) is not nn.Embedding or embedding.max_norm is not None or embedding.scale_grad_by_freq:
-            raise ModelSourceError(f"the embedding is a {type(embedding).__name__}; only a plain nn.Embedding streams yet")
+        if (
+            type(embedding) is not nn.Embedding
+            or embedding.max_norm is not None
+            or embedding.scale_grad_by_freq
+        ):
+            raise ModelSourceError(
+                f"the embedding is a {type(embedding).__name__}; only a plain nn.Embedding streams yet"
+            )
         embedding.forward = lambda ids: _StreamedEmbedding.apply(self, ids, self._anchor)
         norm.forward = lambda hidden: hidden  # computed by the head, in chunks, together with the loss
         for index, layer in enumerate(self._decoder.layers):
@@ -278,7 +302,11 @@ def _final_norm(model: Any) -> nn.Module:
     """The one child of the decoder that has parameters and is neither the embedding nor the layers."""
     decoder = model.get_decoder()
     known = (model.get_input_embeddings(), decoder.layers)
-    rest = [m for m in decoder.children() if next(m.parameters(), None) is not None and all(m is not k for k in known)]
+    rest = [
+        m
+        for m in decoder.children()
+        if next(m.parameters(), None) is not None and all(m is not k for k in known)
+    ]
     config = model.config
     special = [
         key
@@ -286,6 +314,10 @@ def _final_norm(model: Any) -> nn.Module:
         if getattr(config, key, None) not in (None, 1, 1.0)
     ]
     if len(rest) != 1 or special:
-        what = f"config.{special[0]}" if special else f"{len(rest)} modules with parameters beside embedding and layers"
+        what = (
+            f"config.{special[0]}"
+            if special
+            else f"{len(rest)} modules with parameters beside embedding and layers"
+        )
         raise ModelSourceError(f"{type(model).__name__} has {what}; this model cannot be streamed yet")
     return rest[0]

@@ -1,8 +1,9 @@
-"""A run from its configuration to its last checkpoint. `Trainer.run` tells the story; `_Run` holds its parts."""
+"""A run from its configuration to its last checkpoint. `Trainer.run` tells the story; `_Run` holds its
+parts.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 import uuid
@@ -15,10 +16,19 @@ import torch
 from tierstream.engine import assemble, checkpoint
 from tierstream.engine.bound import drive_traffic, measure_rates, step_bound
 from tierstream.engine.config import RunConfig
+from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, open_rows
 from tierstream.engine.device import Device
 from tierstream.engine.meta_model import build_meta_model
-from tierstream.engine.metrics import MetricsWriter, Observer, PlanReport, RunDirectory, RunSummary, StepMetrics, TierPlan
+from tierstream.engine.metrics import (
+    MetricsWriter,
+    Observer,
+    PlanReport,
+    RunDirectory,
+    RunSummary,
+    StepMetrics,
+    TierPlan,
+)
 from tierstream.engine.plan import Plan, make_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.sweep import Batch
@@ -26,8 +36,6 @@ from tierstream.engine.units import TORCH_DTYPES, ModelUnits, find_units
 from tierstream.io import durable, memory
 from tierstream.io.errors import TrainingStopped
 from tierstream.tiered.layout import Layout
-from tierstream.tiered.snapshot import Snapshot
-from tierstream.tiered.store import Store
 
 
 class Trainer:
@@ -68,7 +76,9 @@ class Trainer:
 
 
 class _Run:
-    """The parts of a run in training, and how far it has come. `step` counts steps done; data and loss know nothing else."""
+    """The parts of a run in training, and how far it has come. `step` counts steps done; data and loss know
+    nothing else.
+    """
 
     def __init__(
         self,
@@ -104,7 +114,9 @@ class _Run:
         directory.write_config(config)
         identity.write(state["run_id"])
         units = find_units(model)
-        rows = open_rows(config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed)
+        rows = open_rows(
+            config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed
+        )
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
         device = Device(config.train.device)
         plan, layout = make_plan(
@@ -124,7 +136,9 @@ class _Run:
         store = assemble.build_store(config, layout, plan, tier, device, config.train.debug)
         parts.callback(store.close)
         origin = assemble.fill_state(config, model, units, layout, store, snapshot, device)
-        runtime = assemble.build_runtime(config, model, units, layout, plan, store, device, state["applied_updates"])
+        runtime = assemble.build_runtime(
+            config, model, units, layout, plan, store, device, state["applied_updates"]
+        )
         parts.callback(runtime.close)
         observer.on_event(f"data: {rows.store.origin}")
         observer.on_event(f"state: {origin}")
@@ -142,7 +156,9 @@ class _Run:
             *(torch.from_numpy(a).to(device) for a in (packed.input_ids, packed.labels, packed.position_ids)),
             trained_tokens=packed.trained_tokens,
         )
-        torch.manual_seed((config.train.seed * 1_000_003 + self.step) % 2**63)  # dropout: a function of (seed, step)
+        torch.manual_seed(
+            (config.train.seed * 1_000_003 + self.step) % 2**63
+        )  # dropout: a function of (seed, step)
         outcome = self.runtime.step(batch)
         self.step += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if outcome.verdict.skipped else 0
@@ -154,8 +170,8 @@ class _Run:
         limit = self.config.optimizer.max_skipped_in_a_row
         if self.skipped_in_a_row >= limit:
             self.summary.stopped = (
-                f"{limit} steps in a row had a gradient that is not finite (steps {self.step - limit + 1} to {self.step}; "
-                f"{self.skipped_total} skipped in all); weights and optimizer are those after "
+                f"{limit} steps in a row had a gradient that is not finite (steps {self.step - limit + 1} to "
+                f"{self.step}; {self.skipped_total} skipped in all); weights and optimizer are those after "
                 f"{self.runtime.applied_updates} updates"
             )
             self.directory.write_result(self.summary)
@@ -201,7 +217,8 @@ class _Run:
             trained_tokens=batch.trained_tokens,
             step_s=seconds,
             tokens_per_s=batch.input_ids.numel() / seconds,
-            stall_s=self.runtime.clock.take() | moved.stall_s,
+            stall_s=self.runtime.clock.take(),
+            tier_wait_s=moved.wait_s,
             bytes_read=moved.bytes_read,
             bytes_written=moved.bytes_written,
             cache_hits=moved.hits,
@@ -225,7 +242,13 @@ class _RunIdentity:
 
 
 def _first_state() -> dict[str, Any]:
-    return {"run_id": uuid.uuid4().hex, "step": 0, "applied_updates": 0, "skipped_total": 0, "skipped_in_a_row": 0}
+    return {
+        "run_id": uuid.uuid4().hex,
+        "step": 0,
+        "applied_updates": 0,
+        "skipped_total": 0,
+        "skipped_in_a_row": 0,
+    }
 
 
 def _settings(config: RunConfig, hf_config: Any) -> dict[str, Any]:
@@ -233,7 +256,7 @@ def _settings(config: RunConfig, hf_config: Any) -> dict[str, Any]:
     architecture = json.loads(hf_config.to_json_string(use_diff=False))
     for key in ("transformers_version", "_name_or_path"):
         architecture.pop(key, None)
-    return json.loads(json.dumps(dataclasses.asdict(config) | {"architecture": architecture}))
+    return json.loads(json.dumps(to_plain(config) | {"architecture": architecture}))
 
 
 def _report(
@@ -251,7 +274,11 @@ def _report(
     reads, writes = drive_traffic(runtime.steady_schedule, frames) if tier is not None else (0, 0)
     root = Path(config.tiers.nvme_dirs[0]) if config.tiers.nvme_dirs else None
     rates = measure_rates(
-        device, TORCH_DTYPES[units.embed.dtype], assemble.update_threads(config), tier.backend if tier else None, root
+        device,
+        TORCH_DTYPES[units.embed.dtype],
+        assemble.update_threads(config),
+        tier.backend if tier else None,
+        root,
     )
     bound = step_bound(
         rates,
@@ -286,5 +313,7 @@ def _report(
         dtypes=dtypes | {"gradient sum": "float32"},
         tiers=tuple(tiers),
         bound_s=bound.seconds,
-        paths={str(root): str(tier.backend.transfer_path(root))} if tier is not None and root is not None else {},
+        paths={str(root): str(tier.backend.transfer_path(root))}
+        if tier is not None and root is not None
+        else {},
     )

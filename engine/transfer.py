@@ -1,10 +1,12 @@
 """Moves bytes between the store's pages and persistent device buffers, ahead of and behind the computation.
 
-`Uploader` walks a step's list of uploads (weights of a unit, boundary activations) in a thread of its own and fills slots: byte
-buffers on the device, in groups of one size. Which upload goes to which slot is decided before the step, by Belady's rule on the
-known order (`assign_slots`), so the order of page uses is known to the store exactly, and timing never changes what happens.
+`Uploader` walks a step's list of uploads (weights of a unit, boundary activations) in a thread of its own and
+fills slots: byte buffers on the device, in groups of one size. Which upload goes to which slot is decided
+before the step, by Belady's rule on the known order (`assign_slots`), so the order of page uses is known to
+the store exactly, and timing never changes what happens.
 
-`Downloader` takes finished device buffers (gradients, boundary activations) and writes them to pages, in order, in its own thread.
+`Downloader` takes finished device buffers (gradients, boundary activations) and writes them to pages, in
+order, in its own thread.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.store import Intent, Store
 
-#: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin little DRAM.
+#: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
+#: little DRAM.
 IN_FLIGHT_PAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One use of device bytes: plane `plane` of `unit`, in a slot of `group`. `gate`, if any, is waited for before reading."""
+    """One use of device bytes: plane `plane` of `unit`, in a slot of `group`. `gate`, if any, is waited for
+    before reading.
+    """
 
     unit: str
     plane: str
@@ -41,7 +46,9 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Where an upload goes. `after`: index of the upload that uses the slot before, -1 if none. `fetch`: bytes must move."""
+    """Where an upload goes. `after`: index of the upload that uses the slot before, -1 if none. `fetch`:
+    bytes must move.
+    """
 
     slot: int
     after: int
@@ -53,9 +60,9 @@ def assign_slots(
 ) -> tuple[list[Assignment], list[tuple[str, str] | None]]:
     """Give each upload of one group a slot; returns the assignments and what the slots hold afterwards.
 
-    An upload that finds its bytes in a slot moves nothing. Else it takes the slot whose content is needed furthest in the future
-    (never, before all), among equals the one idle longest; the slot of the upload just before is taken only if there is no other,
-    since it is being computed with.
+    An upload that finds its bytes in a slot moves nothing. Else it takes the slot whose content is needed
+    furthest in the future (never, before all), among equals the one idle longest; the slot of the upload just
+    before is taken only if there is no other, since it is being computed with.
     """
     held = list(contents)
     last_use = [-1] * len(held)
@@ -92,7 +99,9 @@ class _Slot:
 
 @dataclass
 class StepPlan:
-    """Uploads of a step with their slots; `pages` are the page uses that the uploads will make, upload by upload."""
+    """Uploads of a step with their slots; `pages` are the page uses that the uploads will make, upload by
+    upload.
+    """
 
     uploads: list[Upload]
     assignments: list[Assignment]
@@ -111,11 +120,17 @@ class Uploader:
     """
 
     def __init__(
-        self, device: Device, store: Store, layout: Layout, groups: Mapping[str, tuple[int, int]], clock: StallClock
+        self,
+        device: Device,
+        store: Store,
+        layout: Layout,
+        groups: Mapping[str, tuple[int, int]],
+        clock: StallClock,
     ) -> None:
         self._device, self._store, self._layout, self._clock = device, store, layout, clock
         self._slots = {
-            name: [_Slot(device.buffer(nbytes)) for _ in range(count)] for name, (count, nbytes) in groups.items()
+            name: [_Slot(device.buffer(nbytes)) for _ in range(count)]
+            for name, (count, nbytes) in groups.items()
         }
         self._held: dict[str, list[tuple[str, str] | None]] = {
             name: [None] * count for name, (count, _) in groups.items()
@@ -135,7 +150,8 @@ class Uploader:
         """Slots for a step's uploads.
 
         Args:
-            stale: the weights in the slots were updated since, so none of them may be used. Activations never outlive a step.
+            stale: the weights in the slots were updated since, so none of them may be used. Activations never
+                outlive a step.
         """
         by_group: dict[str, list[int]] = {}
         for index, upload in enumerate(uploads):
@@ -162,7 +178,9 @@ class Uploader:
         self._job = self._thread.submit(self._run, plan)
 
     def take(self, index: int) -> torch.Tensor:
-        """Bytes of upload `index`, ready for the compute lane; blocks the host until the upload has been enqueued."""
+        """Bytes of upload `index`, ready for the compute lane; blocks the host until the upload has been
+        enqueued.
+        """
         with self._clock.waiting_for("weights"), self._state:
             self._state.wait_for(lambda: self._filled[index] or self._error is not None)
             if self._error is not None:
@@ -222,7 +240,9 @@ class Uploader:
         if upload.gate is not None:
             upload.gate()
         with self._state:
-            self._state.wait_for(lambda: self._aborted or assignment.after < 0 or self._released[assignment.after])
+            self._state.wait_for(
+                lambda: self._aborted or assignment.after < 0 or self._released[assignment.after]
+            )
             if self._aborted:
                 raise InvariantError("uploads were aborted")
         lane.wait(slot.idle)
@@ -255,7 +275,12 @@ class Downloader:
         self.bytes_down = 0
 
     def submit(
-        self, unit: str, plane: str, produce: Callable[[], torch.Tensor], ready: Event, done: Callable[[], None]
+        self,
+        unit: str,
+        plane: str,
+        produce: Callable[[], torch.Tensor],
+        ready: Event,
+        done: Callable[[], None],
     ) -> Future[None]:
         """Queue the plane's bytes for its pages.
 
@@ -275,7 +300,12 @@ class Downloader:
         self._thread.shutdown(wait=True)
 
     def _run(
-        self, unit: str, plane: str, produce: Callable[[], torch.Tensor], ready: Event, done: Callable[[], None]
+        self,
+        unit: str,
+        plane: str,
+        produce: Callable[[], torch.Tensor],
+        ready: Event,
+        done: Callable[[], None],
     ) -> None:
         try:
             self.raise_failure()

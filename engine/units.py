@@ -1,7 +1,8 @@
 """Carves a transformers decoder into units, and says which parameter goes to AdamW's decayed group.
 
-Nothing here goes by the model's name: the embedding, the layers and the output matrix are found through transformers' own
-accessors (`get_decoder`, `get_input_embeddings`, `get_output_embeddings`), and what lies outside is the head.
+Nothing here goes by the model's name: the embedding, the layers and the output matrix are found through
+transformers' own accessors (`get_decoder`, `get_input_embeddings`, `get_output_embeddings`), and what lies
+outside is the head.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def layer_name(index: int) -> str:
 
 @dataclass(frozen=True)
 class ModelUnits:
-    """A decoder as units. `tied`: the output matrix is the embedding; then the final norm lives in `embed` and `head is embed`."""
+    """A decoder as units. `tied`: the output matrix is the embedding; then the final norm lives in `embed`
+    and `head is embed`.
+    """
 
     embed: Unit
     layers: tuple[Unit, ...]
@@ -63,7 +66,9 @@ def find_units(model: Any) -> ModelUnits:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     kind = type(model).__name__
     if not isinstance(layers, nn.ModuleList) or not layers or embedding is None or output is None:
-        raise ModelSourceError(f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed")
+        raise ModelSourceError(
+            f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def pack(unit_name: str, parameters: Iterable[nn.Parameter]) -> Unit:
@@ -79,7 +84,9 @@ def find_units(model: Any) -> ModelUnits:
 
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
     of_embedding = list(embedding.parameters())
-    outside = [p for p in model.parameters() if id(p) not in in_layers and all(p is not e for e in of_embedding)]
+    outside = [
+        p for p in model.parameters() if id(p) not in in_layers and all(p is not e for e in of_embedding)
+    ]
     tied = any(p is e for p in output.parameters() for e in of_embedding)
     packed_layers = tuple(pack(layer_name(i), layer.parameters()) for i, layer in enumerate(layers))
     if tied:
@@ -106,7 +113,9 @@ def activation_unit(index: int) -> str:
 def build_layout(
     units: ModelUnits, *, page_bytes: int, master: str, grad_dtype: str, boundary_nbytes: int | None
 ) -> Layout:
-    """Layout of a run. `boundary_nbytes`: bytes of one layer-boundary activation of the step, None if they stay on the GPU."""
+    """Layout of a run. `boundary_nbytes`: bytes of one layer-boundary activation of the step, None if they
+    stay on the GPU.
+    """
     planes = {
         (spec.unit, spec.plane): spec
         for unit in units.in_forward_order

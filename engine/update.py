@@ -1,7 +1,9 @@
-"""Carries out a verdict: AdamW over the planes of every unit, page after page, ahead of the units' next upload.
+"""Carries out a verdict: AdamW over the planes of every unit, page after page, ahead of the units' next
+upload.
 
-The update of a step is deferred into the next forward, in forward order, just ahead of the uploads (docs/design.md section 5). Its
-result is the same to the bit as an update at the end of the step, since nothing reads a weight in between.
+The update of a step is deferred into the next forward, in forward order, just ahead of the uploads
+(docs/design.md section 5). Its result is the same to the bit as an update at the end of the step, since
+nothing reads a weight in between.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,8 +23,8 @@ from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import ITEM_BYTES, Layout, Page, Unit
 from tierstream.tiered.store import Intent, Store
 
-#: The update may run this many units ahead of the last unit whose weights were asked for: enough to hide it, little enough
-#: that updated weights are still in DRAM when they are uploaded.
+#: The update may run this many units ahead of the last unit whose weights were asked for: enough to hide it,
+#: little enough that updated weights are still in DRAM when they are uploaded.
 UNITS_AHEAD = 2
 
 _PLANE_VIEWS = {"bfloat16": np.uint16, "uint16": np.uint16, "float32": np.float32}
@@ -29,7 +32,9 @@ _PLANE_VIEWS = {"bfloat16": np.uint16, "uint16": np.uint16, "float32": np.float3
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of the kernel: elements `[start, end)`; `pieces`: plane -> (index into the lease, first and last byte there)."""
+    """One call of the kernel: elements `[start, end)`; `pieces`: plane -> (index into the lease, first and
+    last byte there).
+    """
 
     decay: bool
     pieces: dict[str, tuple[int, int, int]]
@@ -37,7 +42,9 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Granule:
-    """What is updated under one lease: one page of the weight plane and the pages of the other planes over the same elements."""
+    """What is updated under one lease: one page of the weight plane and the pages of the other planes over
+    the same elements.
+    """
 
     uses: tuple[tuple[Page, Intent], ...]
     calls: tuple[_Call, ...]
@@ -60,7 +67,7 @@ def granules(layout: Layout, unit: Unit) -> list[Granule]:
         cuts.update(first for first, _, _ in unit.decay_runs() if start < first < end)
         edges = sorted(cuts)
         calls = []
-        for first, last in zip(edges[:-1], edges[1:], strict=True):
+        for first, last in pairwise(edges):
             decay = next(rule for begin, stop, rule in unit.decay_runs() if begin <= first < stop)
             pieces = {}
             for plane in planes:
@@ -125,7 +132,9 @@ class UpdateDriver:
         self._job = self._thread.submit(self._run, verdict)
 
     def wait(self, unit_name: str) -> None:
-        """Block until the unit's pending update, if any, has been applied; lets the update run further ahead."""
+        """Block until the unit's pending update, if any, has been applied; lets the update run further
+        ahead.
+        """
         position = self._order.index(unit_name)
         with self._state:
             self._allowed = max(self._allowed, position + 1 + UNITS_AHEAD)
@@ -184,10 +193,10 @@ class UpdateDriver:
 
     def _adamw(self, views: dict[str, np.ndarray], verdict: Verdict, weight_decay: float) -> None:
         config = self._config
-        settings = dict(
-            step=verdict.update, lr=verdict.lr, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
-            weight_decay=weight_decay, grad_scale=verdict.clip_factor, threads=self._threads,
-        )  # fmt: skip
+        settings = {
+            "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps,
+            "weight_decay": weight_decay, "grad_scale": verdict.clip_factor, "threads": self._threads,
+        }  # fmt: skip
         moments = views["exp_avg"], views["exp_avg_sq"], views["grad"]
         if "master_low" in views:
             _native.adamw_split(views["weight"], views["master_low"], *moments, **settings)

@@ -1,8 +1,10 @@
-"""The whole job in a few minutes on a CPU: train with the state on NVMe, train again resident, compare every bit, export, generate.
+"""The whole job in a few minutes on a CPU: train with the state on NVMe, train again resident, compare every
+bit, export, generate.
 
     make demo            (or: python examples/demo.py, from the repository root)
 
-Everything is done by the `tierstream` command in processes of its own; this script only starts it, reads what it wrote, and compares.
+Everything is done by the `tierstream` command in processes of its own; this script only starts it, reads what
+it wrote, and compares.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
 from tierstream.tiered.snapshot import Snapshot
 
 ROOT = Path("runs/demo")
@@ -39,6 +42,7 @@ out = model.generate(ids, max_new_tokens=60, do_sample=True, temperature=0.7, to
 print(tokenizer.decode(out[0]))
 """
 
+MIB = 1 << 20
 console = Console()
 
 
@@ -59,7 +63,9 @@ def different_planes(one: Path, other: Path) -> list[str]:
     a, b = Snapshot.open(one), Snapshot.open(other)
     different = [f"{unit}/{plane}" for unit, plane in a.planes.keys() ^ b.planes.keys()]
     for (unit, plane), spec in a.planes.items():
-        left, right = (np.empty(spec.nbytes, np.uint8).view({2: np.uint16, 4: np.float32}[spec.item_bytes]) for _ in "ab")
+        left, right = (
+            np.empty(spec.nbytes, np.uint8).view({2: np.uint16, 4: np.float32}[spec.item_bytes]) for _ in "ab"
+        )
         a.read_range(unit, plane, 0, left)
         b.read_range(unit, plane, 0, right)
         if left.tobytes() != right.tobytes():
@@ -74,7 +80,16 @@ def newest_checkpoint(name: str) -> Path:
 def main() -> int:
     shutil.rmtree(ROOT, ignore_errors=True)
     (ROOT / "drive").mkdir(parents=True)
-    resident_tiers = ["--tiers.dram", "null", "--tiers.nvme-dirs", "null", "--tiers.gpu", "8GiB", "--tiers.activations", "gpu"]
+    resident_tiers = [
+        "--tiers.dram",
+        "null",
+        "--tiers.nvme-dirs",
+        "null",
+        "--tiers.gpu",
+        "8GiB",
+        "--tiers.activations",
+        "gpu",
+    ]
     tiered = train("tiered")
     resident = train("resident", *resident_tiers)
     one_layer = ROOT / "one-layer-model"
@@ -86,7 +101,9 @@ def main() -> int:
     exported = ROOT / "exported"
     tierstream("export", str(ROOT / "tiered"), str(exported))
     console.print("\n[bold]a sample of the exported model, from a clean process[/bold]")
-    sample = subprocess.run([sys.executable, "-c", SAMPLE, str(exported)], check=True, capture_output=True, text=True)
+    sample = subprocess.run(
+        [sys.executable, "-c", SAMPLE, str(exported)], check=True, capture_output=True, text=True
+    )
     console.print(sample.stdout, markup=False)
 
     plan = json.loads((ROOT / "tiered" / "result.json").read_text())
@@ -95,25 +112,52 @@ def main() -> int:
     peak, base = tiered[-1]["host_peak_bytes"], fixed[-1]["host_peak_bytes"]
     state = sum(spec.nbytes for spec in Snapshot.open(newest_checkpoint("tiered")).planes.values())
     differing = different_planes(newest_checkpoint("tiered"), newest_checkpoint("resident"))
-    same = [(a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"]) for a, b in zip(tiered, resident, strict=True)]
-    step_s = {name: statistics.median(m["step_s"] for m in run) for name, run in (("tiered", tiered), ("resident", resident))}
+    same = [
+        (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+        for a, b in zip(tiered, resident, strict=True)
+    ]
+    step_s = {
+        name: statistics.median(m["step_s"] for m in run)
+        for name, run in (("tiered", tiered), ("resident", resident))
+    }
     ratio = step_s["tiered"] / step_s["resident"]
     nvme_bytes = plan["tiers"]["nvme"]["bytes_read"] + plan["tiers"]["nvme"]["bytes_written"]
     last = statistics.mean(m["loss"] for m in tiered[-10:])
     fall = math.log(vocabulary) - last
 
     checks = [
-        ("loss, from ln(vocabulary) to the mean of the last 10 steps",
-         f"{math.log(vocabulary):.2f} -> {last:.2f} nats (falls by {fall:.2f})", fall >= LEAST_FALL_NATS),
-        ("state on NVMe > state in DRAM", f"{state / 2**20:.0f} MiB, DRAM budget {budget / 2**20:.0f} MiB", state > 2 * budget),
-        ("bytes moved to and from NVMe", f"{nvme_bytes / 1e9:.1f} GB", nvme_bytes > state * len(tiered)),
-        ("peak resident memory <= budget + 10 % + a 1-layer resident run",
-         f"{peak / 2**20:.0f} <= {(1.1 * budget + base) / 2**20:.0f} MiB", peak <= 1.1 * budget + base),
-        ("steps whose loss and grad norm equal the resident run's, to the bit", f"{sum(same)} of {len(same)}", all(same)),
+        (
+            "loss, from ln(vocabulary) to the mean of the last 10 steps",
+            f"{math.log(vocabulary):.2f} -> {last:.2f} nats (falls by {fall:.2f})",
+            fall >= LEAST_FALL_NATS,
+        ),
+        (
+            "state on NVMe > state in DRAM",
+            f"{state / MIB:.0f} MiB, DRAM budget {budget / MIB:.0f} MiB",
+            state > 2 * budget,
+        ),
+        (
+            "bytes moved to and from NVMe",
+            f"{nvme_bytes / 1e9:.1f} GB",
+            nvme_bytes > state * len(tiered),
+        ),
+        (
+            "peak resident memory <= budget + 10 % + a 1-layer resident run",
+            f"{peak / MIB:.0f} <= {(1.1 * budget + base) / MIB:.0f} MiB",
+            peak <= 1.1 * budget + base,
+        ),
+        (
+            "steps whose loss and grad norm equal the resident run's, to the bit",
+            f"{sum(same)} of {len(same)}",
+            all(same),
+        ),
         ("final planes that differ from the resident run's", f"{len(differing)}", not differing),
-        ("step time, tiered / resident (medians)",
-         f"{step_s['tiered']:.3f} s / {step_s['resident']:.3f} s = {ratio:.2f}", ratio <= MOST_TIERED_OVER_RESIDENT),
-    ]  # fmt: skip
+        (
+            "step time, tiered / resident (medians)",
+            f"{step_s['tiered']:.3f} s / {step_s['resident']:.3f} s = {ratio:.2f}",
+            ratio <= MOST_TIERED_OVER_RESIDENT,
+        ),
+    ]
     table = Table(title="what the demo showed", width=100)
     for column in ("check", "seen", ""):
         table.add_column(column, overflow="fold")

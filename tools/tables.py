@@ -4,7 +4,7 @@ wide."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich import box
@@ -87,10 +87,11 @@ def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
     if rows:
         columns = ("tier", "read", "written", "read GB/s", "written GB/s", "hit rate")
         console.print(table("Traffic", columns, rows))
-    waits = sorted(summary.stall_s.items(), key=lambda item: -item[1])
+    waits = [(f"computation, for {cause}", seconds) for cause, seconds in _longest_first(summary.stall_s)]
+    waits += [(f"threads, for {cause}", seconds) for cause, seconds in _longest_first(summary.tier_wait_s)]
     if waits:
-        stalls = [(cause, f"{seconds:.2f}", f"{100 * seconds / step_s:.1f} %") for cause, seconds in waits]
-        console.print(table("Waiting", ("for", "s", "of the time"), stalls))
+        stalls = [(what, f"{seconds:.2f}", f"{100 * seconds / step_s:.1f} %") for what, seconds in waits]
+        console.print(table("Waiting", ("who, for what", "s", "of the time"), stalls))
     skipped = f", {summary.skipped_steps} skipped" if summary.skipped_steps else ""
     console.print(
         f"steps {summary.first_step} to {summary.last_step}{skipped}: loss {summary.loss:.4f}, "
@@ -114,3 +115,7 @@ def count(value: float) -> str:
         value, suffix = value / 1000, next(suffixes)
     text = f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
     return (text if suffix else f"{value:.3g}") + suffix
+
+
+def _longest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])

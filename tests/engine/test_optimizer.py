@@ -1,4 +1,6 @@
-"""Learning-rate schedule and verdict: pure functions, compared with torch's schedulers and with hand-computed cases."""
+"""Learning-rate schedule and verdict: pure functions, compared with torch's schedulers and with hand-computed
+cases.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import math
 
 import pytest
 import torch
+
 from tierstream.engine.optimizer import OptimizerConfig, judge, learning_rate
 from tierstream.io.errors import ConfigError
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tierstream.engine.transfer import Upload, assign_slots
 
 
@@ -27,7 +30,7 @@ def test_a_sweep_saves_the_uploads_of_the_layers_at_the_turn(slots: int) -> None
 def test_two_slots_double_buffer() -> None:
     """An upload never takes the slot of the layer that is being computed, so it can run beside it."""
     assignments, _ = assign_slots(palindrome(8), [None, None])
-    for before, now in zip(assignments[:-1], assignments[1:], strict=True):
+    for before, now in itertools.pairwise(assignments):
         assert not now.fetch or now.slot != before.slot
 
 

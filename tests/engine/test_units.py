@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from support.rig import tiny_config
+
 from tierstream.engine.units import build_layout, find_units
 from tierstream.io.errors import ModelSourceError
 
@@ -31,7 +33,9 @@ def test_every_parameter_is_in_exactly_one_unit(family: str, tied: bool) -> None
 
 
 def test_only_matrices_are_decayed() -> None:
-    """C15: norms, biases, q_norm and k_norm are left alone; the rule is the number of dimensions, not a class."""
+    """C15: norms, biases, q_norm and k_norm are left alone; the rule is the number of dimensions, not a
+    class.
+    """
     for family in ("qwen2", "qwen3"):
         model = meta(tiny_config(family))
         units = find_units(model)
@@ -46,7 +50,7 @@ def test_decay_runs_cover_every_element_once_with_the_rule_of_its_tensor() -> No
         runs = unit.decay_runs()
         assert runs[0][0] == 0
         assert runs[-1][1] == unit.numel
-        assert all(a[1] == b[0] for a, b in zip(runs[:-1], runs[1:], strict=True))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(runs))
         for tensor in unit.tensors:
             assert [d for s, e, d in runs if s <= tensor.offset and tensor.end <= e] == [tensor.decay]
 

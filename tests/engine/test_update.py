@@ -1,4 +1,6 @@
-"""How an update is cut into granules: every element of every plane exactly once, under leases of a few pages."""
+"""How an update is cut into granules: every element of every plane exactly once, under leases of a few
+pages.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support.rig import tiny_config
+
 from tierstream.engine.units import build_layout, find_units
 from tierstream.engine.update import granules
 from tierstream.tiered.layout import ITEM_BYTES

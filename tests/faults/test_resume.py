@@ -1,4 +1,6 @@
-"""Resume equals the uninterrupted run to the bit: after every step, with other budgets, and after `kill -9` at any instant."""
+"""Resume equals the uninterrupted run to the bit: after every step, with other budgets, and after `kill -9`
+at any instant.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.runs import dump, final_planes, make_run, records, train, train_file
+
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import checkpoints
 from tierstream.io.errors import CheckpointError, ConfigError
@@ -36,12 +39,19 @@ def same(a: dict, b: dict) -> bool:
 
 
 def trajectory(found: list[dict]) -> list[tuple]:
-    return [(m["step"], m["loss"], m["grad_norm"], m["lr"], m["optimizer_step"], m["trained_tokens"]) for m in found]
+    return [
+        (m["step"], m["loss"], m["grad_norm"], m["lr"], m["optimizer_step"], m["trained_tokens"])
+        for m in found
+    ]
 
 
 @pytest.mark.parametrize("k", range(1, STEPS))
-def test_resume_after_every_step(tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]], k: int) -> None:
-    """Alternately with the state in DRAM, on one drive with little DRAM, on two drives with other pages and another policy."""
+def test_resume_after_every_step(
+    tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]], k: int
+) -> None:
+    """Alternately with the state in DRAM, on one drive with little DRAM, on two drives with other pages and
+    another policy.
+    """
     run_dir, planes, expected = uninterrupted
     config = make_run(tmp_path, steps=STEPS)
     drives = [tmp_path / "one", tmp_path / "two"][: k % 3]
@@ -61,7 +71,9 @@ def test_resume_after_every_step(tmp_path: Path, uninterrupted: tuple[Path, dict
 def test_auto_takes_the_newest_complete_checkpoint_of_this_run(
     tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]]
 ) -> None:
-    """C51, C53: a half-written directory, a damaged one and another run's later step are passed over; order is by number."""
+    """C51, C53: a half-written directory, a damaged one and another run's later step are passed over; order
+    is by number.
+    """
     run_dir, planes, expected = uninterrupted
     config = make_run(tmp_path, steps=STEPS)
     shutil.copytree(run_dir, config.run_dir, dirs_exist_ok=True)
@@ -80,7 +92,9 @@ def test_auto_takes_the_newest_complete_checkpoint_of_this_run(
     assert (kept / "step-00009999").exists()
 
 
-def test_a_run_directory_is_not_overwritten(uninterrupted: tuple[Path, dict, list[dict]], tmp_path: Path) -> None:
+def test_a_run_directory_is_not_overwritten(
+    uninterrupted: tuple[Path, dict, list[dict]], tmp_path: Path
+) -> None:
     config = make_run(tmp_path, steps=STEPS)
     config.run_dir = str(uninterrupted[0])
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -97,7 +111,11 @@ def test_a_resume_with_other_settings_lists_them_with_both_values(
     config.train.seed = 99
     with pytest.raises(CheckpointError) as error:
         train(config)
-    for text in ("optimizer.lr: 0.01 in the checkpoint, 0.5 now", "train.rows_per_step: 4", "train.seed: 0 in the checkpoint"):
+    for text in (
+        "optimizer.lr: 0.01 in the checkpoint, 0.5 now",
+        "train.rows_per_step: 4",
+        "train.seed: 0 in the checkpoint",
+    ):
         assert text in str(error.value)
     config = make_run(tmp_path / "allowed", steps=STEPS)
     config.checkpoint.resume = str(uninterrupted[0] / "checkpoints" / "step-00000007")
@@ -118,7 +136,9 @@ def test_other_data_is_refused(uninterrupted: tuple[Path, dict, list[dict]], tmp
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]]) -> None:
-    """Training and checkpointing are killed again and again; every resume starts from a complete checkpoint, none is lost."""
+    """Training and checkpointing are killed again and again; every resume starts from a complete checkpoint,
+    none is lost.
+    """
     _, planes, expected = uninterrupted
     config = make_run(tmp_path, steps=STEPS)
     drive = tmp_path / "drive"
@@ -127,7 +147,9 @@ def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Pat
     config.tiers.dram = ByteSize(24 * 4096)
     config.checkpoint.every_steps, config.checkpoint.resume = 1, "auto"
     path = dump(config, tmp_path / "killed.json")
-    spawn = multiprocessing.get_context("forkserver")  # every child is a fresh fork of a process that only imported torch
+    spawn = multiprocessing.get_context(
+        "forkserver"
+    )  # every child is a fresh fork of a process that only imported torch
     spawn.set_forkserver_preload(["tierstream.engine.trainer", "support.runs"])
     chance = random.Random(4)
     kills = 0
@@ -151,7 +173,9 @@ def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Pat
 
 
 def _wait_for_training(process: multiprocessing.process.BaseProcess, run_dir: Path, begin: float) -> None:
-    """Until the process has opened its metrics, so that the signal falls into training or saving, or has ended."""
+    """Until the process has opened its metrics, so that the signal falls into training or saving, or has
+    ended.
+    """
     watched = run_dir / "metrics.jsonl"
     while process.is_alive() and time.time() - begin < 60:
         if watched.exists() and watched.stat().st_mtime >= begin:

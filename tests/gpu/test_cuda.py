@@ -1,4 +1,6 @@
-"""The numerics contract on a CUDA device: the same code path with real streams, real pinned memory and real asynchrony."""
+"""The numerics contract on a CUDA device: the same code path with real streams, real pinned memory and real
+asynchrony.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.rig import PlainTraining, Setup, batches, rig, same_bits, tiny_config
+
 from tierstream.engine.optimizer import OptimizerConfig
 
 pytestmark = pytest.mark.gpu
@@ -23,12 +26,18 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def setup(**other: object) -> Setup:
-    config = tiny_config("qwen3", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64, layers=5)
+    config = tiny_config(
+        "qwen3", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64, layers=5
+    )
     optimizer = OptimizerConfig(lr=1e-2, clip_norm=0.05, warmup_steps=1)
-    return Setup(config=config, dtype="bfloat16", optimizer=optimizer, device="cuda", page=65536, seq_len=128).but(**other)
+    return Setup(
+        config=config, dtype="bfloat16", optimizer=optimizer, device="cuda", page=65536, seq_len=128
+    ).but(**other)
 
 
-def result(made: Setup, steps: int = 4) -> tuple[list[tuple[float, float]], dict[tuple[str, str], np.ndarray]]:
+def result(
+    made: Setup, steps: int = 4
+) -> tuple[list[tuple[float, float]], dict[tuple[str, str], np.ndarray]]:
     with rig(made) as run:
         outcomes = run.train(batches(steps, rows=made.rows, seq_len=made.seq_len))
         return [(o.loss, o.verdict.grad_norm) for o in outcomes], run.planes()
@@ -74,7 +83,14 @@ def test_agrees_with_plain_torch_in_fp32() -> None:
 def test_memory_does_not_grow_with_depth() -> None:
     peaks = []
     for layers in (6, 12):
-        config = tiny_config("qwen3", hidden_size=1024, intermediate_size=2048, num_attention_heads=8, head_dim=128, layers=layers)
+        config = tiny_config(
+            "qwen3",
+            hidden_size=1024,
+            intermediate_size=2048,
+            num_attention_heads=8,
+            head_dim=128,
+            layers=layers,
+        )
         made = setup(config=config, page=1 << 20, seq_len=256)
         gc.collect()  # device buffers of earlier runs
         torch.cuda.empty_cache()

@@ -1,10 +1,13 @@
-"""The resident run against plain transformers + torch.optim.AdamW: one autograd graph, no streaming, fp32 masters."""
+"""The resident run against plain transformers + torch.optim.AdamW: one autograd graph, no streaming, fp32
+masters.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support.rig import PlainTraining, Setup, batches, rig, tiny_config
+
 from tierstream.engine.optimizer import OptimizerConfig
 
 STEPS = 20
@@ -38,7 +41,9 @@ def test_twenty_steps_in_fp32_agree_to_rounding(family: str, tied: bool) -> None
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_one_chunk_equal_autograd(tied: bool) -> None:
-    """With one row chunk and one loss chunk the layers do the very operations of the plain graph: equal to the bit."""
+    """With one row chunk and one loss chunk the layers do the very operations of the plain graph: equal to
+    the bit.
+    """
     setup = Setup(config=tiny_config("qwen3", tied=tied), loss_chunk_tokens=10_000)
     plain = PlainTraining(setup)
     (batch,) = batches(1)
@@ -86,7 +91,7 @@ def test_row_chunks_and_loss_chunks_change_only_the_order_of_sums() -> None:
 
 
 def test_steps_are_normalised_by_their_own_trained_tokens() -> None:
-    """1, 3, 40 and 200 trained tokens: the step's loss is the sum over its tokens divided once by their number (C01)."""
+    """1, 3, 40 and 200 trained tokens: the loss is the sum over the step's tokens, divided once (C01)."""
     generator = torch.Generator().manual_seed(3)
     counts = [1, 3, 40, 200]
     ids = torch.randint(3, 259, (4, 200), generator=generator)

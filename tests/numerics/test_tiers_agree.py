@@ -1,4 +1,6 @@
-"""The numerics contract: resident, DRAM-tier, NVMe-tier and mixed runs agree bit for bit, whatever moves the bytes."""
+"""The numerics contract: resident, DRAM-tier, NVMe-tier and mixed runs agree bit for bit, whatever moves the
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.rig import Rig, Setup, batches, rig, same_bits, tiny_config
+
 from tierstream.engine.optimizer import OptimizerConfig
 
 STEPS = 4
@@ -24,7 +27,9 @@ def result(setup: Setup, steps: int = STEPS) -> Result:
 def base(*, clip: bool, chunks: int, tied: bool, dtype: str = "bfloat16") -> Setup:
     rows = {1: 5, 2: 3, 5: 1}[chunks]
     optimizer = OptimizerConfig(lr=1e-2, clip_norm=0.05 if clip else None, warmup_steps=1)
-    return Setup(config=tiny_config("qwen3", tied=tied), dtype=dtype, optimizer=optimizer, rows_per_chunk=rows)
+    return Setup(
+        config=tiny_config("qwen3", tied=tied), dtype=dtype, optimizer=optimizer, rows_per_chunk=rows
+    )
 
 
 @functools.cache
@@ -74,11 +79,16 @@ def test_nvme_runs_really_use_the_drive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_delays_and_poison_change_nothing(tmp_path: Path, seed: int) -> None:
-    """Random delays around every I/O and copy, NaN in every buffer given back: an ordering held by luck would show."""
+    """Random delays around every I/O and copy, NaN in every buffer given back: an ordering held by luck would
+    show.
+    """
     setup = base(clip=True, chunks=2, tied=bool(seed % 2))
     expected_losses, expected_planes = resident(True, 2, bool(seed % 2))
     delayed = setup.but(
-        nvme=tmp_path / "drive", dram=least_dram(setup), faults_seed=seed, policy=["lru", "lookahead"][seed % 2]
+        nvme=tmp_path / "drive",
+        dram=least_dram(setup),
+        faults_seed=seed,
+        policy=["lru", "lookahead"][seed % 2],
     )
     losses, planes = result(delayed)
     assert losses == expected_losses
@@ -100,7 +110,9 @@ def test_page_size_threads_and_gradient_buffers_change_nothing(tmp_path: Path) -
     setup = base(clip=True, chunks=1, tied=False)
     expected_losses, expected_planes = resident(True, 1, False)
     for page, threads in [(4096, 1), (65536, 2)]:
-        losses, planes = result(setup.but(page=page, threads=threads, nvme=tmp_path / str(page), dram=24 * page))
+        losses, planes = result(
+            setup.but(page=page, threads=threads, nvme=tmp_path / str(page), dram=24 * page)
+        )
         assert losses == expected_losses
         assert same_bits(planes, expected_planes) == []
 
@@ -120,7 +132,9 @@ def test_flush_between_steps_changes_nothing() -> None:
 
 
 def poison_last_gradient(run: Rig, unit: str, at_step: int) -> None:
-    """Make one element of a unit's gradient inf, in step `at_step`, after all of backward but before it is sent away."""
+    """Make one element of a unit's gradient inf, in step `at_step`, after all of backward but before it is
+    sent away.
+    """
     gradients = run.runtime._gradients
     close, calls = gradients.close, [0]
 

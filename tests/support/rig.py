@@ -1,4 +1,6 @@
-"""A small model in training, put together like the trainer does, with every budget in the test's hand; and its plain oracle."""
+"""A small model in training, put together like the trainer does, with every budget in the test's hand; and
+its plain oracle.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device import CopyFaults, Device
 from tierstream.engine.meta_model import materialise_buffers
@@ -20,10 +23,10 @@ from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.sweep import Batch
 from tierstream.engine.units import find_units
+from tierstream.io.backend import open_backend
 from tierstream.tiered.stats import Faults
 from tierstream.tiered.store import Store
 from tierstream.tiered.zarrdir import ZarrDirectory
-from tierstream.io.backend import open_backend
 
 VOCABULARY, HIDDEN, SEQ_LEN, ROWS = 259, 44, 16, 5
 LAYERS = 3
@@ -38,18 +41,23 @@ _CONFIGS = {
 
 def tiny_config(family: str = "llama", *, tied: bool = False, layers: int = LAYERS, **other: Any) -> Any:
     """Odd sizes on purpose: no tensor is a multiple of 512 bytes."""
-    settings = dict(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=77, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=22, max_position_embeddings=64,
-        tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=None, use_cache=False,
-    )  # fmt: skip
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 77, "num_hidden_layers": layers,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 22, "max_position_embeddings": 64,
+        "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+        "use_cache": False,
+    }  # fmt: skip
     return _CONFIGS[family](**{**settings, **other})
 
 
 def reference_model(config: Any, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """The plain transformers model with seeded weights; biases and norms are moved off 0 and 1, so that their gradients count."""
+    """The plain transformers model with seeded weights; biases and norms are moved off 0 and 1, so that their
+    gradients count.
+    """
     torch.manual_seed(11)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() < 2:
@@ -66,7 +74,12 @@ def batches(count: int, *, rows: int = ROWS, seq_len: int = SEQ_LEN, seed: int =
         labels = ids[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
         made.append(
-            Batch(ids[:, :-1].contiguous(), labels, torch.arange(seq_len).repeat(rows, 1), int((labels != -100).sum()))
+            Batch(
+                ids[:, :-1].contiguous(),
+                labels,
+                torch.arange(seq_len).repeat(rows, 1),
+                int((labels != -100).sum()),
+            )
         )
     return made
 
@@ -77,7 +90,9 @@ class Setup:
 
     config: Any = field(default_factory=tiny_config)
     dtype: str = "float32"
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.5, warmup_steps=2))
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=1e-2, clip_norm=0.5, warmup_steps=2)
+    )
     dram: int | None = None
     gpu_all: bool = False
     nvme: Path | None = None
@@ -127,7 +142,8 @@ class Rig:
             self.directory = ZarrDirectory.create([setup.nvme], self.layout, self.backend, {})
         register, unregister = self.device.pinning()
         self.store = Store(
-            self.layout, register=register, unregister=unregister, dram_bytes=self.plan.dram_bytes, directory=self.directory, policy=setup.policy,
+            self.layout, register=register, unregister=unregister, dram_bytes=self.plan.dram_bytes,
+            directory=self.directory, policy=setup.policy,
             prefetch_bytes=self.plan.prefetch_bytes, writeback_bytes=self.plan.writeback_bytes,
             debug=faults is not None, faults=None if faults is None else Faults(faults, 0.002),
         )  # fmt: skip
@@ -146,7 +162,10 @@ class Rig:
 
     def train(self, steps: list[Batch]) -> list[StepOutcome]:
         device = self.device.torch_device
-        moved = [Batch(b.input_ids.to(device), b.labels.to(device), b.position_ids.to(device), b.trained_tokens) for b in steps]
+        moved = [
+            Batch(b.input_ids.to(device), b.labels.to(device), b.position_ids.to(device), b.trained_tokens)
+            for b in steps
+        ]
         return [self.runtime.step(batch) for batch in moved]
 
     def planes(self) -> dict[tuple[str, str], np.ndarray]:
@@ -190,7 +209,9 @@ def rig(setup: Setup) -> Iterator[Rig]:
 def same_bits(a: dict[Any, np.ndarray], b: dict[Any, np.ndarray]) -> list[Any]:
     """Keys whose arrays differ in any bit (or that only one side has)."""
     return [
-        key for key in a.keys() | b.keys() if key not in a or key not in b or a[key].tobytes() != b[key].tobytes()
+        key
+        for key in a.keys() | b.keys()
+        if key not in a or key not in b or a[key].tobytes() != b[key].tobytes()
     ]
 
 
@@ -205,12 +226,16 @@ def _meta(setup: Setup) -> tuple[Any, Any]:
 
 
 class PlainTraining:
-    """The same run in plain transformers and torch: full model, one autograd graph, torch.optim.AdamW on fp32 masters."""
+    """The same run in plain transformers and torch: full model, one autograd graph, torch.optim.AdamW on fp32
+    masters.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.model = reference_model(setup.config, getattr(torch, setup.dtype), setup.attention)
-        self.masters = {name: p.detach().float().clone().requires_grad_() for name, p in self.model.named_parameters()}
+        self.masters = {
+            name: p.detach().float().clone().requires_grad_() for name, p in self.model.named_parameters()
+        }
         decayed = [p for p in self.masters.values() if p.dim() >= 2]
         plain = [p for p in self.masters.values() if p.dim() < 2]
         o = setup.optimizer
@@ -222,8 +247,12 @@ class PlainTraining:
     def step(self, batch: Batch, lr: float) -> tuple[float, float]:
         """(loss, grad norm before clipping)."""
         self.model.zero_grad()
-        logits = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        logits = self.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100
+        )
         loss.backward()
         for name, parameter in self.model.named_parameters():
             self.masters[name].grad = parameter.grad.float()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from support.rig import tiny_config
+
+from tierstream.engine import config_file
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
@@ -21,10 +22,29 @@ from tierstream.tiered.snapshot import Snapshot
 
 VOCABULARY = 300
 
-_WORDS = "the tier holds pages of every plane and the step streams them through one small buffer".split()
+_WORDS = [
+    "the",
+    "tier",
+    "holds",
+    "pages",
+    "of",
+    "every",
+    "plane",
+    "and",
+    "the",
+    "step",
+    "streams",
+    "them",
+    "through",
+    "one",
+    "small",
+    "buffer",
+]
 
 
-def make_run(folder: Path, *, steps: int = 8, family: str = "qwen3", tied: bool = True, **model: Any) -> RunConfig:
+def make_run(
+    folder: Path, *, steps: int = 8, family: str = "qwen3", tied: bool = True, **model: Any
+) -> RunConfig:
     """A run of a tiny model on text that is the same every time; everything lies under `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.txt"
@@ -52,7 +72,7 @@ def train(config: RunConfig) -> RunSummary:
 
 def train_file(path: str) -> None:
     """Entry of a process of its own: the run that `dump` wrote to `path`."""
-    train(load(path))
+    train(config_file.load(RunConfig, Path(path)))
 
 
 def records(config: RunConfig) -> list[dict]:
@@ -74,18 +94,5 @@ def snapshot_planes(snapshot: Snapshot) -> dict[tuple[str, str], np.ndarray]:
 
 
 def dump(config: RunConfig, path: Path) -> Path:
-    path.write_text(json.dumps(dataclasses.asdict(config)))
+    path.write_text(config_file.dump(config))
     return path
-
-
-def load(path: str) -> RunConfig:
-    sections = {
-        "model": ModelConfig, "data": DataConfig, "optimizer": OptimizerConfig, "tiers": TiersConfig,
-        "train": TrainConfig, "checkpoint": CheckpointConfig,
-    }  # fmt: skip
-    values = json.loads(Path(path).read_text())
-    made = {name: cls(**values[name]) for name, cls in sections.items()}
-    for key in ("gpu", "dram", "prefetch", "writeback", "page"):
-        if getattr(made["tiers"], key) is not None:
-            setattr(made["tiers"], key, ByteSize(getattr(made["tiers"], key)))
-    return RunConfig(run_dir=values["run_dir"], **made)

@@ -73,6 +73,7 @@ def test_the_summary() -> None:
                 skipped=step == 2,
                 step_s=5.0,
                 stall_s={"weights": 1.0, "gradients": 0.25},
+                tier_wait_s={"nvme_read": 2.0},
                 bytes_read={"dram": 10**10, "nvme": 5 * 10**9},
                 bytes_written={"nvme": 25 * 10**8},
                 host_peak_bytes=5 * GIB,
@@ -91,10 +92,9 @@ Traffic
 
 Waiting
 
- for            s   of the time
- ──────────────────────────────
- weights     3.00        20.0 %
- gradients   0.75         5.0 %
+ who, for what               s   of the time
+ ───────────────────────────────────────────
+ computation, for weights     3.00        20.0 %
 
 steps 1 to 3, 1 skipped: loss 3.3333, 384 tokens in 15.0 s (25.6 tok/s)
 peak memory: host 5.00 GiB
