@@ -48,8 +48,8 @@ class LayerCall:
         for leaf in self._leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise ModelSourceError(
-                    "a layer takes a second differentiable input beside its hidden states; this model cannot be "
-                    "streamed yet"
+                    "a layer takes a second differentiable input beside its hidden states; this model cannot "
+                    "be streamed yet"
                 )
 
     def run(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:

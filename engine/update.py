@@ -194,8 +194,9 @@ class UpdateDriver:
     def _adamw(self, views: dict[str, np.ndarray], verdict: Verdict, weight_decay: float) -> None:
         config = self._config
         settings = {
-            "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps,
-            "weight_decay": weight_decay, "grad_scale": verdict.clip_factor, "threads": self._threads,
+            "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2,
+            "eps": config.eps, "weight_decay": weight_decay, "grad_scale": verdict.clip_factor,
+            "threads": self._threads,
         }  # fmt: skip
         moments = views["exp_avg"], views["exp_avg_sq"], views["grad"]
         if "master_low" in views:

@@ -64,7 +64,7 @@ def test_kill_at_random_instants_leaves_whole_snapshots(tmp_path: Path) -> None:
 
 
 def test_power_cut_between_system_calls(tmp_path: Path) -> None:
-    """Unsynced bytes and names are kept, lost or garbled: the old snapshot is whole, the new one whole or gone."""
+    """Unsynced bytes and names are kept, lost or garbled: old ones are whole, the new one whole or gone."""
     whole = stops = 0
     with make_store() as store:
         for stop in range(1, 10_000, 9):

@@ -92,9 +92,11 @@ Traffic
 
 Waiting
 
- who, for what               s   of the time
- ───────────────────────────────────────────
+ who, for what                   s   of the time
+ ───────────────────────────────────────────────
  computation, for weights     3.00        20.0 %
+ computation, for gradients   0.75         5.0 %
+ threads, for nvme_read       6.00        40.0 %
 
 steps 1 to 3, 1 skipped: loss 3.3333, 384 tokens in 15.0 s (25.6 tok/s)
 peak memory: host 5.00 GiB
