@@ -67,6 +67,7 @@ class PosixBackend:
         self.descriptors: HandleCache[tuple[PosixFile, bool], int] = HandleCache(
             handle_limit(), _close_descriptor
         )
+        self._noted = {self.refusal}
         self._closed = False
 
     def open(self, path: PathLike, *, writable: bool) -> PosixFile:
@@ -83,6 +84,12 @@ class PosixBackend:
         if self.refusal:
             return TransferPath("posix-buffered", False, self.refusal)
         return probe(path)
+
+    def note_refusal(self, path: str, reason: str) -> None:
+        """Logs once per reason that files go through the page cache."""
+        if reason not in self._noted:
+            self._noted.add(reason)
+            _LOG.warning("%s and others like it are moved through the page cache: %s", path, reason)
 
     def counts(self) -> TransferCounts:
         return self.counter.counts()
@@ -110,6 +117,7 @@ class PosixFile(ThreadedFile):
             except StorageError as error:
                 self._refuse_direct(error)
         if self._direct.refusal:
+            backend.note_refusal(path, self._direct.refusal)
             backend.descriptors.drop((self, True))
             with self._descriptor(direct=False):
                 pass
@@ -188,9 +196,8 @@ class PosixFile(ThreadedFile):
         """Goes on without direct I/O if that is what `error` is about; else raises it."""
         if error.errno not in _REFUSALS:
             raise error
-        reason = f"direct I/O was refused: {error}"
-        _LOG.warning("%s is read and written through the page cache: %s", self.path, reason)
-        self._direct = replace(self._direct, refusal=reason)
+        self._direct = replace(self._direct, refusal=f"O_DIRECT was refused: {os.strerror(error.errno)}")
+        self._backend.note_refusal(self.path, self._direct.refusal)
 
     @contextmanager
     def _descriptor(self, *, direct: bool) -> Iterator[int]:

@@ -1,0 +1,129 @@
+"""A machine that stops at a chosen system call, and a drive that then has lost what was not synced.
+
+    for stop in range(1, 100):
+        machine = CrashingSyscalls(stop)
+        with suppress(Crash), seam.injected(machine):
+            write_file(path, data)
+        machine.lose_unsynced(seed, root)
+        ...  # look at what a restarted program finds
+
+The model: the bytes of a file written since its last fsync are kept, dropped or garbled; a rename, creation or removal of a name
+since the last fsync of its directory is kept or undone; both by the seed. fsync makes lasting what it says and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from support.faults import Call, FaultySyscalls
+from tierstream.io.seam import HostBytes
+
+#: Takes back a change of names in a directory, given the path that the directory has now.
+Undo = Callable[[Path], object]
+
+
+class Crash(BaseException):
+    """The machine stopped: no call works any more. Not an Exception: no handler may go on as after an error."""
+
+
+class CrashingSyscalls(FaultySyscalls):
+    """Real system calls until the `stop`-th; that one and all later ones raise `Crash`."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(self._stop_here)
+        self._left = stop
+        self._guard = threading.Lock()
+        self._attic = Path(tempfile.mkdtemp(prefix="crash-"))
+        self._synced: dict[int, bytes] = {}  # inode of a file -> what it held at its last fsync
+        self._names: dict[int, list[Undo]] = {}  # inode of a directory -> its changes since its last fsync
+
+    @property
+    def stopped(self) -> bool:
+        return self._left <= 0
+
+    def _stop_here(self, call: Call) -> None:
+        with self._guard:
+            self._left -= 1
+            if self._left <= 0:
+                raise Crash(f"{call.name} {call.path}")
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+        new = bool(flags & os.O_CREAT) and not os.path.exists(path)
+        fd = super().open(path, flags, mode)
+        if new:
+            self._synced[os.fstat(fd).st_ino] = b""
+            self._changed(path, lambda directory: (directory / os.path.basename(path)).unlink())
+        return fd
+
+    def pwritev(self, fd: int, buffer: HostBytes, offset: int) -> int:
+        before = Path(f"/proc/self/fd/{fd}").read_bytes()
+        count = super().pwritev(fd, buffer, offset)
+        self._synced.setdefault(os.fstat(fd).st_ino, before)
+        return count
+
+    def fsync(self, fd: int) -> None:
+        super().fsync(fd)
+        inode = os.fstat(fd).st_ino
+        self._synced.pop(inode, None)
+        self._names.pop(inode, None)
+
+    def rename(self, source: str, target: str) -> None:
+        replaced = self._keep(target) if os.path.isfile(target) else None
+        super().rename(source, target)
+        old, new = os.path.basename(source), os.path.basename(target)
+
+        def undo(directory: Path) -> None:
+            (directory / new).rename(directory / old)
+            if replaced is not None:
+                shutil.copy(replaced, directory / new)
+
+        self._changed(target, undo)
+
+    def unlink(self, path: str) -> None:
+        kept = self._keep(path)
+        super().unlink(path)
+        self._changed(path, lambda directory: shutil.copy(kept, directory / os.path.basename(path)))
+
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
+        super().mkdir(path, mode)
+        self._changed(path, lambda directory: shutil.rmtree(directory / os.path.basename(path)))
+
+    def _keep(self, path: str) -> Path:
+        kept = self._attic / str(len(list(self._attic.iterdir())))
+        shutil.copy(path, kept)
+        return kept
+
+    def _changed(self, path: str, undo: Undo) -> None:
+        inode = os.stat(os.path.dirname(os.path.abspath(path))).st_ino
+        self._names.setdefault(inode, []).append(undo)
+
+    def lose_unsynced(self, seed: int, root: Path) -> None:
+        """Does to the tree `root` what a drive may do when the power goes."""
+        rng = random.Random(seed)
+        tree = sorted(root.rglob("*"), key=lambda path: len(path.parts), reverse=True)
+        for path in [*tree, root]:
+            inode = path.lstat().st_ino if path.exists() else 0
+            if inode in self._synced:
+                _damage(path, self._synced[inode], rng)
+            # The changes of one directory reach the drive in order: the first few of them last.
+            changes = self._names.get(inode, [])
+            for undo in reversed(changes[rng.randint(0, len(changes)) :]):
+                undo(path)
+        shutil.rmtree(self._attic)
+
+
+def _damage(path: Path, synced: bytes, rng: random.Random) -> None:
+    written = path.read_bytes()
+    outcome = rng.choice(["kept", "dropped", "cut", "garbled"])
+    if outcome == "dropped":
+        path.write_bytes(synced)
+    elif outcome == "cut":
+        path.write_bytes(written[: rng.randint(0, len(written))])
+    elif outcome == "garbled":
+        path.write_bytes(rng.randbytes(len(written)))

@@ -1,0 +1,99 @@
+"""Backends on the kinds of drives that the tests know, and a small drive of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.faults import FaultySyscalls, refuse_direct_open, refuse_direct_transfer
+from tierstream.io import seam
+from tierstream.io.backend import Backend, open_backend
+from tierstream.io.kvikio_backend import kvikio_problem
+
+#: Kind -> the name of the path that its files must take.
+PATH_OF_KIND = {
+    "posix-direct": "posix-direct",
+    "posix-open-refused": "posix-buffered",
+    "posix-transfer-refused": "posix-buffered",
+    "posix-tmpfs": "posix-buffered",
+    "kvikio": "kvikio-compat",
+}
+POSIX_KINDS = tuple(kind for kind in PATH_OF_KIND if kind.startswith("posix"))
+
+
+@dataclass
+class Drive:
+    """A backend and an empty directory for it. `options` reach the backend when it is opened anew."""
+
+    kind: str
+    directory: Path
+    backend: Backend
+
+    def reopen(self, **options: Any) -> Backend:
+        self.backend.close()
+        self.backend = open_backend(self.kind.partition("-")[0], **options)
+        return self.backend
+
+
+@contextmanager
+def drive_of_kind(kind: str, **options: Any) -> Iterator[Drive]:
+    """A drive of this kind, or a skip that says what the machine lacks."""
+    if kind == "kvikio" and kvikio_problem():
+        pytest.skip(kvikio_problem())
+    with ExitStack() as stack:
+        where = "/dev/shm" if kind == "posix-tmpfs" else None
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstream-", dir=where)))
+        if kind == "posix-open-refused":
+            stack.enter_context(seam.injected(FaultySyscalls(refuse_direct_open())))
+        if kind == "posix-transfer-refused":
+            stack.enter_context(seam.injected(FaultySyscalls(refuse_direct_transfer())))
+        drive = Drive(kind, directory, open_backend(kind.partition("-")[0], **options))
+        stack.callback(lambda: drive.backend.close())
+        if kind == "posix-direct" and not drive.backend.transfer_path(directory).direct:
+            pytest.skip(f"{directory} does not take direct I/O")
+        yield drive
+
+
+@contextmanager
+def small_ext4(directory: Path, nbytes: int) -> Iterator[Path]:
+    """A drive of its own with `nbytes`, mounted in `directory`; skips where mounting is not permitted."""
+    image, point = directory / "drive.img", directory / "drive"
+    point.mkdir()
+    with image.open("wb") as file:
+        file.truncate(nbytes)
+    run: Callable[[list[str]], bool] = lambda command: subprocess.run(command, capture_output=True).returncode == 0
+    if not (run(["mkfs.ext4", "-q", str(image)]) and run(["mount", "-o", "loop", str(image), str(point)])):
+        pytest.skip("mounting an ext4 image is not permitted here")
+    try:
+        yield point
+    finally:
+        run(["umount", str(point)])
+
+
+def in_page_cache(path: Path, offset: int = 0) -> bool:
+    """Whether the kernel holds the byte of the file in its page cache: the witness of buffered I/O."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def open_descriptors() -> list[str]:
+    """What the descriptors of this process point to."""
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    return sorted(targets)
