@@ -1,0 +1,31 @@
+"""What all tests share: hypothesis profiles, torch's threads, and skipping of GPU tests where there is no GPU."""
+
+import os
+import sys
+
+import pytest
+from hypothesis import settings
+
+# `ci` gives the same examples at every run; `nightly` looks for new ones: HYPOTHESIS_PROFILE=nightly pytest
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    # The tensors of the tests are small: more threads than this cost more than they bring. Torch takes long to import,
+    # so it is set up only where a collected test has already imported it.
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(2)
