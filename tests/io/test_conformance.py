@@ -10,11 +10,13 @@ import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import wait
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.drive_kinds import PATH_OF_KIND, Drive, drive_of_kind, in_page_cache, open_descriptors
+
 from tierstream.io.backend import TransferCounts, open_backend
 from tierstream.io.direct import aligned_buffer
 from tierstream.io.errors import ConfigError, InvariantError, StorageError
@@ -95,6 +97,7 @@ def test_an_empty_request_resolves_at_once(drive: Drive) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drive", ["posix-direct", "posix-open-refused", "kvikio"], indirect=True)
 @pytest.mark.parametrize("task_bytes", [4 * MIB, 4 * GIB], ids=["tasks", "one-call"])
 def test_more_than_two_gib_in_one_request(drive: Drive, task_bytes: int) -> None:
     """The kernel moves at most 0x7ffff000 bytes per call: with `one-call` it is asked for more."""
@@ -113,6 +116,7 @@ def test_more_than_two_gib_in_one_request(drive: Drive, task_bytes: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drive", ["posix-direct", "posix-open-refused", "kvikio"], indirect=True)
 def test_a_write_of_more_than_two_gib(drive: Drive) -> None:
     backend = drive.reopen(threads=2, task_bytes=4 * GIB)
     nbytes = 2 * GIB + 4096
@@ -134,7 +138,7 @@ def test_concurrent_requests_do_not_mix(drive: Drive) -> None:
     rng = np.random.default_rng(3)
     cuts = sorted({0, 6 * MIB, *(int(cut) for cut in rng.integers(1, 6 * MIB, 47))})
     writes, reads = [], []
-    for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for index, (start, stop) in enumerate(pairwise(cuts)):
         if index % 2:
             data = random_bytes(stop - start, seed=index)
             oracle[start:stop] = data.tobytes()
@@ -142,7 +146,7 @@ def test_concurrent_requests_do_not_mix(drive: Drive) -> None:
         else:
             out = np.zeros(stop - start, dtype=np.uint8)
             reads.append((start, out, file.read_into(out, start)))
-    assert [future.result() for future in writes] == [b - a for a, b in list(zip(cuts, cuts[1:], strict=False))[1::2]]
+    assert [future.result() for future in writes] == [b - a for a, b in list(pairwise(cuts))[1::2]]
     for start, out, future in reads:
         assert future.result() == out.nbytes
         assert out.tobytes() == oracle[start : start + out.nbytes]
@@ -188,7 +192,9 @@ def test_a_file_closed_early_finishes_its_requests(drive: Drive) -> None:
         file.read_into(out, 0)
 
 
-@pytest.mark.parametrize(("file_bytes", "offset", "nbytes"), [(10_000, 0, 12_288), (10_000, 8192, 4096), (10, 50, 5)])
+@pytest.mark.parametrize(
+    ("file_bytes", "offset", "nbytes"), [(10_000, 0, 12_288), (10_000, 8192, 4096), (10, 50, 5)]
+)
 def test_a_file_that_ends_early_is_an_error_with_its_offset(
     drive: Drive, file_bytes: int, offset: int, nbytes: int
 ) -> None:
@@ -308,7 +314,9 @@ def test_three_hundred_files_with_64_descriptors(drive: Drive) -> None:
             order = list(zip(files, outs, strict=True))[:: -1 if reverse else 1]
             wait([file.read_into(out, 0) for file, out in order])
             assert all(np.array_equal(out, data) for out, data in zip(outs, contents.values(), strict=True))
-        futures = [file.write_from(data[::-1].copy(), 0) for file, data in zip(files, contents.values(), strict=True)]
+        futures = [
+            file.write_from(data[::-1].copy(), 0) for file, data in zip(files, contents.values(), strict=True)
+        ]
         assert [future.result() for future in futures] == [5000] * 300
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.drive_kinds import Drive, drive_of_kind, small_ext4
 from support.faults import Call, FaultySyscalls, delay, fail, interrupt_every, refuse_direct_transfer
+
 from tierstream.io import seam
 from tierstream.io.direct import aligned_buffer
 from tierstream.io.errors import StorageError
@@ -99,7 +100,8 @@ def test_a_count_within_a_block_is_finished_buffered(drive: Drive) -> None:
 
 @pytest.mark.parametrize("direction", ["preadv", "pwritev"])
 @pytest.mark.parametrize(
-    ("number", "words"), [(errno.EIO, "see `dmesg`"), (errno.ENOSPC, "free space there"), (errno.EDQUOT, "quota")]
+    ("number", "words"),
+    [(errno.EIO, "see `dmesg`"), (errno.ENOSPC, "free space there"), (errno.EDQUOT, "quota")],
 )
 def test_a_failed_transfer_names_path_offset_and_errno(
     drive: Drive, direction: str, number: int, words: str
@@ -113,7 +115,10 @@ def test_a_failed_transfer_names_path_offset_and_errno(
 
     file = drive.backend.open(path, writable=True)
     start = file.read_into if direction == "preadv" else file.write_from
-    with seam.injected(FaultySyscalls(failing_at_third_task)), pytest.raises(StorageError, match=words) as caught:
+    with (
+        seam.injected(FaultySyscalls(failing_at_third_task)),
+        pytest.raises(StorageError, match=words) as caught,
+    ):
         start(page, 0).result()
     assert caught.value.path == str(path)
     assert caught.value.errno == number
@@ -135,7 +140,7 @@ def test_an_error_within_a_task_has_the_offset_of_the_call(drive: Drive) -> None
 
 
 def test_a_failed_request_resolves_after_its_last_access(drive: Drive) -> None:
-    """When the future raises, nobody may still be writing into the buffer: it could be in use for another page."""
+    """When the future raises, nobody may still write into the buffer: it may hold another page by then."""
     path = page_file(drive)
 
     def slow_but_first_fails(call: Call) -> None:
@@ -204,7 +209,7 @@ def test_the_block_is_what_the_kernel_wants_but_never_below_a_page(
 
 
 def test_a_file_replaced_while_in_use_is_refused(drive: Drive) -> None:
-    """Descriptors are closed and opened again: another file under the name must not be taken for the first."""
+    """Descriptors are closed and opened again: another file of that name must not pass for the first."""
     path = page_file(drive)
     files = []
     for index in range(300):  # more than stay open
@@ -226,7 +231,7 @@ def test_a_failed_close_is_not_lost(drive: Drive) -> None:
     with seam.injected(faulty):
         file = drive.backend.open(path, writable=True)
         file.write_from(random_page(), 0).result()
-        with pytest.raises(StorageError, match="closing .* failed"):
+        with pytest.raises(StorageError, match=r"closing .* failed"):
             file.close()
     assert not faulty.open_descriptors
 

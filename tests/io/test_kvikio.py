@@ -1,7 +1,7 @@
 """The kvikio backend: run against a stand-in for the CUDA driver, and what it says where it cannot run.
 
-The suite itself is test_conformance.py. Here it is started in a process that finds a `libcuda.so.1` built from
-`libcuda_stub.c`, so that kvikio's own code moves host memory on machines without a driver.
+The suite itself is test_conformance.py. Here it is started in a process that finds a `libcuda.so.1` built
+from `libcuda_stub.c`, so that kvikio's own code moves host memory on machines without a driver.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from tierstream.io import kvikio_backend
 from tierstream.io.backend import open_backend
 from tierstream.io.errors import ConfigError, InvariantError
@@ -25,7 +26,9 @@ from tierstream.io.kvikio_backend import DeviceBytes, cuda_device_present, kviki
 from tierstream.io.transfer import Direction
 
 HERE = Path(__file__).parent
-needs_kvikio = pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed")
+needs_kvikio = pytest.mark.skipif(
+    importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed"
+)
 
 
 def driver_found() -> bool:
@@ -42,9 +45,21 @@ def driver_found() -> bool:
 def test_conformance_with_a_stand_in_for_the_driver(tmp_path: Path) -> None:
     library = tmp_path / "libcuda.so.1"
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, HERE / "libcuda_stub.c"], check=True
+        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, HERE / "libcuda_stub.c"],
+        check=True,
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "kvikio", "-m", "not slow", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        "kvikio",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+    ]
     run = subprocess.run(
         [*command, str(HERE / "test_conformance.py"), str(HERE / "test_properties.py")],
         env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
@@ -70,7 +85,9 @@ def test_without_a_driver_it_is_refused_with_the_remedy() -> None:
     automatic.close()
 
 
-@pytest.mark.parametrize(("version", "accepted"), [("26.02.00", False), ("26.04.00", True), ("27.02.01", True)])
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("26.02.00", False), ("26.04.00", True), ("27.02.01", True)]
+)
 def test_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool) -> None:
     monkeypatch.setattr(kvikio_backend.ctypes, "CDLL", lambda name: object())
     monkeypatch.setitem(sys.modules, "kvikio", SimpleNamespace(__version__=version))

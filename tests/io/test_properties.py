@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.drive_kinds import PATH_OF_KIND, drive_of_kind
 from support.faults import FaultySyscalls, delay, interrupt_every
+
 from tierstream.io import seam
 from tierstream.io.backend import File
 from tierstream.io.direct import aligned_buffer
@@ -58,7 +59,7 @@ def check_sequence(path: Path, file: File, sequence: list[Operation]) -> None:
 
 
 def check_at_once(path: Path, file: File, sequence: list[Operation]) -> None:
-    """Of overlapping operations only the first is used: what both may do to the same byte at once is not defined."""
+    """Of overlapping operations only the first is used: what two do to one byte at once is not defined."""
     oracle = bytearray(path.read_bytes())
     taken = np.zeros(FILE_BYTES, dtype=bool)
     started = []

@@ -7,8 +7,9 @@
         machine.lose_unsynced(seed, root)
         ...  # look at what a restarted program finds
 
-The model: the bytes of a file written since its last fsync are kept, dropped or garbled; a rename, creation or removal of a name
-since the last fsync of its directory is kept or undone; both by the seed. fsync makes lasting what it says and nothing else.
+The model: the bytes of a file written since its last fsync are kept, dropped or garbled; a rename, creation
+or removal of a name since the last fsync of its directory is kept or undone; both by the seed. fsync makes
+lasting what it says and nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from support.faults import Call, FaultySyscalls
+
 from tierstream.io.seam import HostBytes
 
 #: Takes back a change of names in a directory, given the path that the directory has now.
@@ -29,7 +31,7 @@ Undo = Callable[[Path], object]
 
 
 class Crash(BaseException):
-    """The machine stopped: no call works any more. Not an Exception: no handler may go on as after an error."""
+    """The machine stopped: no call works any more. Not an Exception, so that nothing handles it."""
 
 
 class CrashingSyscalls(FaultySyscalls):

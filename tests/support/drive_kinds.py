@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.faults import FaultySyscalls, refuse_direct_open, refuse_direct_transfer
+
 from tierstream.io import seam
 from tierstream.io.backend import Backend, open_backend
 from tierstream.io.kvikio_backend import kvikio_problem
@@ -61,6 +62,10 @@ def drive_of_kind(kind: str, **options: Any) -> Iterator[Drive]:
         yield drive
 
 
+def _runs(command: list[str]) -> bool:
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
 @contextmanager
 def small_ext4(directory: Path, nbytes: int) -> Iterator[Path]:
     """A drive of its own with `nbytes`, mounted in `directory`; skips where mounting is not permitted."""
@@ -68,13 +73,14 @@ def small_ext4(directory: Path, nbytes: int) -> Iterator[Path]:
     point.mkdir()
     with image.open("wb") as file:
         file.truncate(nbytes)
-    run: Callable[[list[str]], bool] = lambda command: subprocess.run(command, capture_output=True).returncode == 0
-    if not (run(["mkfs.ext4", "-q", str(image)]) and run(["mount", "-o", "loop", str(image), str(point)])):
+    if not (
+        _runs(["mkfs.ext4", "-q", str(image)]) and _runs(["mount", "-o", "loop", str(image), str(point)])
+    ):
         pytest.skip("mounting an ext4 image is not permitted here")
     try:
         yield point
     finally:
-        run(["umount", str(point)])
+        _runs(["umount", str(point)])
 
 
 def in_page_cache(path: Path, offset: int = 0) -> bool:

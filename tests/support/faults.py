@@ -64,7 +64,9 @@ class FaultySyscalls(Syscalls):
         """Descriptors opened and not closed through these calls, with their paths."""
         return {fd: path for fd, (path, _) in self._files.items()}
 
-    def _before(self, name: str, path: str, *, direct: bool = False, offset: int = 0, nbytes: int = 0) -> None:
+    def _before(
+        self, name: str, path: str, *, direct: bool = False, offset: int = 0, nbytes: int = 0
+    ) -> None:
         with self._lock:
             self._numbers[name] += 1
             call = Call(name, path, self._numbers[name], direct, offset, nbytes)

@@ -1,0 +1,136 @@
+"""Device buffers through kvikio and pinned host buffers through every backend, with a CUDA device."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.drive_kinds import Drive, drive_of_kind
+
+from tierstream.io.backend import open_backend
+from tierstream.io.errors import InvariantError, StorageError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MIB = 1 << 20
+SIZES = [1, 511, 512, 4095, 4097, 16 << 10, MIB - 1, MIB + 1, 28_824_000]
+
+
+@pytest.fixture
+def drive() -> Iterator[Drive]:
+    with drive_of_kind("kvikio", threads=4, task_bytes=MIB) as found:
+        yield found
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def filled_file(directory: Path, nbytes: int) -> tuple[Path, bytearray]:
+    path = directory / "file"
+    content = bytearray(random_bytes(nbytes, seed=1).tobytes())
+    path.write_bytes(content)
+    return path, content
+
+
+@pytest.mark.parametrize("misalignment", [0, 1, 512])
+@pytest.mark.parametrize("offset", [0, 1, 511, 4096, 4097])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_round_trip_of_device_memory(drive: Drive, nbytes: int, offset: int, misalignment: int) -> None:
+    path, oracle = filled_file(drive.directory, offset + nbytes + 5000)
+    data = random_bytes(nbytes)
+    source = torch.zeros(nbytes + misalignment, dtype=torch.uint8, device="cuda")[misalignment:]
+    source.copy_(torch.from_numpy(data))
+    target = torch.full((nbytes + misalignment + 64,), 0xA5, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    file = drive.backend.open(path, writable=True)
+    assert file.write_from(source, offset).result() == nbytes
+    oracle[offset : offset + nbytes] = data.tobytes()
+    assert path.read_bytes() == oracle
+    assert file.read_into(target[misalignment : misalignment + nbytes], offset).result() == nbytes
+    back = target.cpu().numpy()
+    assert zlib.crc32(back[misalignment : misalignment + nbytes].tobytes()) == zlib.crc32(data)
+    assert (back[:misalignment] == 0xA5).all()
+    assert (back[misalignment + nbytes :] == 0xA5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16])
+def test_tensors_of_any_dtype(drive: Drive, dtype: torch.dtype) -> None:
+    path, _ = filled_file(drive.directory, 4 * MIB)
+    values = torch.randint(-30000, 30000, (300, 1001), device="cuda").to(dtype)
+    out = torch.empty_like(values)
+    torch.cuda.synchronize()
+    file = drive.backend.open(path, writable=True)
+    assert file.write_from(values, 4096).result() == values.nbytes
+    file.read_into(out, 4096).result()
+    assert torch.equal(out, values)
+    expected = values.cpu().view(torch.uint8).numpy().tobytes()
+    assert path.read_bytes()[4096 : 4096 + values.nbytes] == expected
+
+
+def test_many_device_requests_at_once(drive: Drive) -> None:
+    path, oracle = filled_file(drive.directory, 32 * MIB)
+    file = drive.backend.open(path, writable=True)
+    tensors = [torch.zeros(MIB, dtype=torch.uint8, device="cuda") for _ in range(32)]
+    torch.cuda.synchronize()
+    futures = [file.read_into(tensor, index * MIB) for index, tensor in enumerate(tensors)]
+    assert [future.result() for future in futures] == [MIB] * 32
+    assert b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors) == oracle
+
+
+def test_a_short_file_is_an_error_on_the_device_too(drive: Drive) -> None:
+    path, _ = filled_file(drive.directory, 100_000)
+    target = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
+    with pytest.raises(StorageError, match="ends at byte 100000"):
+        drive.backend.open(path, writable=False).read_into(target, 0).result()
+
+
+def test_strided_device_memory_is_refused(drive: Drive) -> None:
+    path, _ = filled_file(drive.directory, 4096)
+    with pytest.raises(InvariantError, match="not C-contiguous"):
+        drive.backend.open(path, writable=True).write_from(torch.zeros(64, 64, device="cuda").T, 0)
+
+
+def test_the_device_path_is_named_with_its_reason(drive: Drive) -> None:
+    path = drive.backend.transfer_path(drive.directory, device=True)
+    assert path.name in ("gds", "kvikio-compat")
+    assert bool(path.reason) == (path.name == "kvikio-compat")
+
+
+def test_automatic_choice_is_kvikio() -> None:
+    backend = open_backend("auto")
+    assert backend.name == "kvikio"
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", ["posix-direct", "kvikio"])
+def test_pinned_host_memory_goes_direct(kind: str) -> None:
+    with drive_of_kind(kind) as drive:
+        path = drive.directory / "page"
+        drive.backend.create(path, 8 * MIB)
+        pinned = torch.empty(8 * MIB, dtype=torch.uint8, pin_memory=True).numpy()
+        pinned[:] = random_bytes(8 * MIB)
+        file = drive.backend.open(path, writable=True)
+        file.write_from(pinned, 0).result()
+        out = torch.empty(8 * MIB, dtype=torch.uint8, pin_memory=True)
+        file.read_into(out.numpy(), 0).result()
+        assert out.numpy().tobytes() == pinned.tobytes() == path.read_bytes()
+        if file.path_taken.direct:
+            assert drive.backend.counts().bytes_direct == 16 * MIB
+
+
+def test_cupy_arrays(drive: Drive) -> None:
+    cupy: Any = pytest.importorskip("cupy")
+    path, oracle = filled_file(drive.directory, 3 * MIB)
+    file = drive.backend.open(path, writable=False)
+    out = cupy.zeros((3, MIB), dtype=cupy.uint8)
+    cupy.cuda.Device().synchronize()
+    assert file.read_into(out, 0).result() == 3 * MIB
+    assert out.get().tobytes() == oracle
