@@ -216,7 +216,7 @@ class Cache:
             self._dequeue(queue[0])
         if len(queue) > 1:
             self._overtake()
-        if not queue and self._window.active:
+        if self._window.active:
             self._prefetch()
 
     def _assemble(self, lease: Lease) -> bool:

@@ -340,6 +340,58 @@ def test_the_head_takes_its_pages_as_frames_become_free() -> None:
     assert not waiting.unfilled
 
 
+def test_a_request_for_many_frames_writes_no_more_at_once_than_allowed() -> None:
+    it, pages = bench(16, 8, writeback=2)
+    for page in pages[8:]:
+        it.use(page, Intent.UPDATE)
+    lease = it.ask(*((page, Intent.READ) for page in pages[:8]), scheduled=False)
+    most = 0
+    while not lease.granted:
+        most = max(most, sum(transfer.kind is Kind.WRITE for transfer in it.transfers))
+        it.end()
+    assert most == 2
+
+
+def test_a_clean_page_does_not_go_in_place_of_the_dirty_victim() -> None:
+    """Page 1 is dirty and used last; page 0 is clean and used sooner: the request waits for the write of page 1."""
+    it, pages = bench(3, 2)
+    it.use(pages[0])
+    it.use(pages[1], Intent.UPDATE)
+    it.end_all()
+    it.begin([pages[2], pages[0], pages[1]])
+    lease = it.ask((pages[2], Intent.READ))
+    assert not lease.granted
+    it.end()
+    assert it.resident() == {0, 2}
+
+
+def test_pages_needed_within_the_window_are_not_written_ahead() -> None:
+    """All that is resident is dirty and used within the window; the missing page comes last."""
+    it, pages = bench(5, 4, prefetch=5)
+    for page in pages[1:]:
+        it.use(page, Intent.UPDATE)
+    it.begin([*pages[1:], pages[0]])
+    assert it.log == []
+    it.use(pages[1])
+    assert it.log == [(Kind.WRITE, 1)]
+
+
+def test_a_request_at_the_head_keeps_its_pages_while_others_read_them() -> None:
+    it, pages = bench(6, 3)
+    for page in pages[:3]:
+        it.use(page)
+    it.log.clear()
+    held = it.ask((pages[1], Intent.READ))
+    waiting = it.ask(*((pages[index], Intent.READ) for index in (0, 4, 5)))
+    assert it.log == [(Kind.DEMAND, 4)]
+    it.use(pages[0])
+    it.end_all()
+    assert not waiting.granted
+    it.release(held)
+    assert waiting.granted
+    assert it.log == [(Kind.DEMAND, 4), (Kind.DEMAND, 5)], "page 0 was evicted and read again"
+
+
 def test_discarding_a_page_in_transit_frees_its_frame_at_the_end() -> None:
     layout = layout_of(
         ("u", "weight", "uint8", 4 * PAGE_BYTES, True), ("u", "grad", "uint8", PAGE_BYTES, False)
