@@ -1,8 +1,8 @@
-"""Training rows: documents shuffled anew every epoch, put end to end and cut into rows of equal length.
+"""Training rows: documents shuffled anew every epoch, put end to end, cut into rows of equal length; rows shuffled.
 
 Everything is a pure function of (seed, step): there is no position to save, and a resumed run sees the rows
-of an unbroken one. In memory are the order of the documents and where each begins (16 bytes each and epoch),
-never the tokens.
+of an unbroken one. In memory are the order of the documents and where each begins (16 bytes each and epoch)
+and the order of the rows (8 bytes each and epoch), never the tokens.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ class Batch:
 class PackedRows:
     """The rows of a token store.
 
-    An epoch is all documents in an order drawn from (seed, epoch), end to end, cut into rows of `seq_len`; no
-    token is left out, so the last row of an epoch ends in padding that is not trained on. A document that
+    An epoch is all documents in an order drawn from (seed, epoch), end to end, cut into rows of `seq_len`. The
+    rows are trained on in an order of their own, so that a step does not hold neighbouring pieces of one
+    document. No token is left out, so the last row of an epoch ends in padding that is not trained on. A document that
     does not fit goes on in the next row, without what came before. The label after a row's last token is the
-    first token of the next row.
+    first token of the row that follows in the stream.
 
     Args:
         isolate_documents: no label is predicted across a document's end (the end-of-text token predicts
@@ -94,6 +95,7 @@ class PackedRows:
         self.store, self.seq_len, self.seed, self.isolate_documents = store, seq_len, seed, isolate_documents
         self.rows_per_epoch = -(-store.index.tokens // seq_len)
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # a step may lie across the end of an epoch
+        self._row_order = lru_cache(maxsize=2)(self._draw_rows)
 
     @property
     def fingerprint(self) -> str:
@@ -103,7 +105,9 @@ class PackedRows:
     def row_ids(self, step: int, rows: int) -> NDArray[np.int64]:
         """int64 [rows, 2]: epoch, and row within it, of each row of a step."""
         numbers = np.arange(step * rows, (step + 1) * rows, dtype=np.int64)
-        return np.stack(np.divmod(numbers, self.rows_per_epoch), axis=1)
+        epochs, places = np.divmod(numbers, self.rows_per_epoch)
+        drawn = [self._row_order(epoch)[place] for epoch, place in zip(epochs.tolist(), places, strict=True)]
+        return np.stack([epochs, np.array(drawn, np.int64)], axis=1)
 
     def batch(self, step: int, rows: int) -> Batch:
         """Rows `step * rows` to `(step + 1) * rows` of the endless sequence of epochs."""
@@ -133,12 +137,24 @@ class PackedRows:
         Sorting the raw output of the generator gives the same order with every version of numpy; it promises
         that for `random_raw`, not for `permutation` (NEP 19).
         """
-        generator = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
-        order = np.argsort(generator.random_raw(self.store.index.documents), kind="stable")
+        order = self._permutation(epoch, self.store.index.documents, stream=0)
         lengths = np.diff(self.store.offsets)[order]
         begins = np.zeros(lengths.size, np.int64)
         np.cumsum(lengths[:-1], out=begins[1:])
         return order, begins
+
+    def _draw_rows(self, epoch: int) -> NDArray[np.int64]:
+        """The rows of an epoch in the order in which they are trained on."""
+        return self._permutation(epoch, self.rows_per_epoch, stream=1)
+
+    def _permutation(self, epoch: int, count: int, stream: int) -> NDArray[np.int64]:
+        """An order of `count` things, drawn from (seed, epoch, stream).
+
+        Sorting the raw output of the generator gives the same order with every version of numpy; it promises that
+        for `random_raw`, not for `permutation` (NEP 19).
+        """
+        generator = np.random.Philox(key=np.array([self.seed, epoch], np.uint64), counter=stream << 192)
+        return np.argsort(generator.random_raw(count), kind="stable")
 
     def _read(self, epoch: int, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The tokens of a row and the one after it, and the positions among them where documents begin."""

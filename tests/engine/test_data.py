@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from itertools import count
@@ -76,11 +77,11 @@ def cells(batch: Batch) -> list[list[tuple[int, int, int]]]:
 )
 def test_rows_equal_the_oracle(lengths: list[int], seq_len: int, rows: int, seed: int, isolate: bool) -> None:
     packed = rows_of(lengths, seq_len, seed, isolate)
-    expected = [row for epoch in range(3) for row in oracle(packed, epoch, isolate)]
-    assert len(expected) == 3 * packed.rows_per_epoch
-    for step in range(len(expected) // rows):
+    expected = [oracle(packed, epoch, isolate) for epoch in range(3)]
+    assert all(len(epoch) == packed.rows_per_epoch for epoch in expected)
+    for step in range(3 * packed.rows_per_epoch // rows):
         batch = packed.batch(step, rows)
-        assert cells(batch) == expected[step * rows : (step + 1) * rows]
+        assert cells(batch) == [expected[epoch][row] for epoch, row in packed.row_ids(step, rows).tolist()]
         assert batch.trained_tokens == sum(label != -100 for row in cells(batch) for _, label, _ in row)
         for array in (batch.input_ids, batch.labels, batch.position_ids):
             assert array.dtype == np.int64
@@ -91,8 +92,9 @@ def test_every_token_of_an_epoch_is_an_input_once() -> None:
     packed = rows_of([5, 9, 2, 31, 4], seq_len=7)
     for epoch in range(3):
         batch = packed.batch(epoch, packed.rows_per_epoch)
-        flat = batch.input_ids.ravel()[: packed.store.index.tokens]
-        assert sorted(flat.tolist()) == sorted(packed.store.tokens.tolist())
+        padding = packed.rows_per_epoch * 7 - packed.store.index.tokens
+        ended = packed.store.tokens.tolist() + [END] * padding
+        assert sorted(batch.input_ids.ravel().tolist()) == sorted(ended)
         assert batch.trained_tokens == packed.store.index.tokens - 5  # all but the end of each document
 
 
@@ -108,6 +110,17 @@ def test_each_epoch_has_its_own_order_of_all_documents() -> None:
     assert all(sorted(order) == list(range(23)) for order in orders)
     assert len(set(orders)) == 5
     assert tuple(rows_of([3] * 23, seed=2).documents(0).tolist()) not in orders
+
+
+def test_each_epoch_has_its_own_order_of_all_rows() -> None:
+    """Every row once an epoch, and a step does not hold neighbours: what one document gives is spread."""
+    packed = rows_of([101] * 5, seq_len=5)
+    count = packed.rows_per_epoch
+    orders = [packed.row_ids(epoch, count)[:, 1].tolist() for epoch in range(4)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    neighbours = sum(abs(a - b) == 1 for order in orders for a, b in itertools.pairwise(order))
+    assert neighbours < 4 * count // 10
 
 
 def test_order_is_fixed_for_ever() -> None:
@@ -130,7 +143,7 @@ def test_stopping_after_any_step_gives_the_rows_of_an_unbroken_run(rows: int) ->
         step = stop + (steps - stop) // 2  # any later step, asked for first
         assert (resumed.row_ids(step, rows).tolist(), cells(resumed.batch(step, rows))) == expected[step]
     ids = [tuple(row) for rows_of_step, _ in expected for row in rows_of_step]
-    assert ids == sorted(ids)
+    assert [epoch for epoch, _ in ids] == sorted(epoch for epoch, _ in ids)
     assert len(set(ids)) == len(ids)
     if len(ids) == 3 * unbroken.rows_per_epoch:
         assert set(ids) == {(e, r) for e in range(3) for r in range(unbroken.rows_per_epoch)}
@@ -218,7 +231,8 @@ def test_text_comes_back_from_the_rows(corpus: Path) -> None:
     packed = open_text(corpus, vocab_size=300, seq_len=64)
     tokenizer = load_tokenizer(corpus / "data" / "tokenizer")
     batch = packed.batch(0, packed.rows_per_epoch)
-    text = tokenizer.decode(batch.input_ids.ravel()[: packed.store.index.tokens])
+    in_stream_order = np.argsort(packed.row_ids(0, packed.rows_per_epoch)[:, 1])
+    text = tokenizer.decode(batch.input_ids[in_stream_order].ravel()[: packed.store.index.tokens])
     texts = [(corpus / f"{number:02}.txt").read_text() for number in packed.documents(0)]
     assert text == "".join(t + "<|endoftext|>" for t in texts)
 
