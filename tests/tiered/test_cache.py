@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.stores import PAGE_BYTES, Frame, all_pages, layout_of, uniform_layout
 
@@ -223,7 +223,6 @@ def test_next_use_runs_through_the_step_and_then_around_what_follows() -> None:
     assert it.cache.entry(c).next_use == 0
 
 
-@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=40),
     st.lists(st.integers(0, 7), max_size=20),
@@ -353,7 +352,7 @@ def test_a_request_for_many_frames_writes_no_more_at_once_than_allowed() -> None
 
 
 def test_a_clean_page_does_not_go_in_place_of_the_dirty_victim() -> None:
-    """Page 1 is dirty and used last; page 0 is clean and used sooner: the request waits for the write of page 1."""
+    """Page 1 is dirty and used last, page 0 clean and used sooner: the request waits for page 1."""
     it, pages = bench(3, 2)
     it.use(pages[0])
     it.use(pages[1], Intent.UPDATE)

@@ -1,4 +1,4 @@
-"""The state machine with requests that wait and transfers that end in any order, against a model and its own books."""
+"""The state machine with requests that wait and transfers that end in any order: model and books."""
 
 from __future__ import annotations
 
@@ -214,5 +214,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert not self.transfers
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(stateful_step_count=40)
 TestCacheModel = CacheMachine.TestCase

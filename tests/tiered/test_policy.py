@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.stores import MemoryDirectory, all_pages, uniform_layout
 
@@ -86,13 +86,11 @@ def store_misses(trace: Sequence[int], frames: int, policy: str) -> int:
 traces = st.lists(st.integers(0, 4), min_size=1, max_size=24)
 
 
-@settings(max_examples=60, deadline=None)
 @given(traces, st.integers(1, 3))
 def test_lookahead_makes_the_fewest_misses_possible(trace: list[int], frames: int) -> None:
     assert store_misses(trace, frames, "lookahead") == fewest_misses(tuple(trace), frames)
 
 
-@settings(max_examples=30, deadline=None)
 @given(traces, st.integers(1, 3))
 def test_lru_makes_the_misses_of_lru(trace: list[int], frames: int) -> None:
     assert store_misses(trace, frames, "lru") == lru_misses(trace, frames)
@@ -104,7 +102,6 @@ def test_a_cyclic_scan_is_where_lookahead_beats_lru() -> None:
     assert store_misses(trace, 3, "lookahead") == fewest_misses(tuple(trace), 3) < len(trace)
 
 
-@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(

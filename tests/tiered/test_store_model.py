@@ -235,7 +235,5 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.scratch)
 
 
-StoreMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+StoreMachine.TestCase.settings = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck))
 TestStoreModel = StoreMachine.TestCase
