@@ -10,6 +10,7 @@
 
 #include "array_argument.h"
 #include "dispatch.h"
+#include "gil.h"
 #include "operations.h"
 
 namespace nb = nanobind;
@@ -73,7 +74,7 @@ void adamw_split(nb::handle weight, nb::handle low, nb::handle exp_avg, nb::hand
     const ArrayArgument m = writes_fp32(exp_avg, "exp_avg"), v = writes_fp32(exp_avg_sq, "exp_avg_sq");
     const ArrayArgument g = reads_gradient(grad);
     check_together({&w, &l, &m, &v, &g});
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     adamw({.weight = w.uint16(),
            .low = l.uint16(),
            .exp_avg = m.fp32(),
@@ -99,7 +100,7 @@ void adamw_fp32(nb::handle master, nb::handle weight, nb::handle exp_avg, nb::ha
     } else {
         check_together({&x, &m, &v, &g});
     }
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     adamw({.master = x.fp32(),
            .weight = w ? w->uint16() : nullptr,
            .exp_avg = m.fp32(),
@@ -112,7 +113,7 @@ void split_master(nb::handle master, nb::handle weight, nb::handle low) {
     const ArrayArgument x(master.ptr(), "master", {Element::fp32}, Access::read);
     const ArrayArgument w = writes_uint16(weight, "weight"), l = writes_uint16(low, "low");
     check_together({&x, &w, &l});
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     kernels().split_master(x.fp32(), w.uint16(), l.uint16(), 0, x.count());
 }
 
@@ -121,7 +122,7 @@ void join_master(nb::handle weight, nb::handle low, nb::handle master) {
     const ArrayArgument l(low.ptr(), "low", {Element::uint16}, Access::read);
     const ArrayArgument x = writes_fp32(master, "master");
     check_together({&w, &l, &x});
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     kernels().join_master(w.uint16(), l.uint16(), x.fp32(), 0, x.count());
 }
 
@@ -129,20 +130,20 @@ void round_bf16(nb::handle source, nb::handle target) {
     const ArrayArgument s(source.ptr(), "src", {Element::fp32}, Access::read);
     const ArrayArgument t = writes_uint16(target, "dst");
     check_together({&s, &t});
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     kernels().round_bf16(s.fp32(), t.uint16(), 0, s.count());
 }
 
 double sum_squares_of(nb::handle grad, std::int64_t threads) {
     const unsigned thread_count = check_threads(threads);
     const ArrayArgument g = reads_gradient(grad);
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     return sum_squares(as_gradient(g), g.count(), thread_count);
 }
 
 std::uint32_t crc32c(nb::handle buffer, std::uint32_t seed) {
     const ArrayArgument b(buffer.ptr(), "buffer", {Element::uint8}, Access::read);
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     return kernels().crc32c(b.begin(), b.count(), seed);
 }
 

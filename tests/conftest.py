@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles, torch's threads, and skipping of GPU tests where there is no GPU."""
+"""For all tests: hypothesis profiles, torch's threads, and no GPU tests where there is no GPU."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # The tensors of the tests are small: more threads than this cost more than they bring. Torch takes long to import,
-    # so it is set up only where a collected test has already imported it.
+    # The tensors of the tests are small: more threads than this cost more than they bring. Torch is slow to
+    # import, so it is set up only where a collected test has imported it already.
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(2)
