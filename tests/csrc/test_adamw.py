@@ -112,7 +112,7 @@ def test_thirty_steps_equal_torch_to_the_bit(n: int, changed: dict[str, float]) 
 @needs_torch_fma
 @pytest.mark.usefixtures("one_torch_thread")
 def test_torch_with_its_own_sqrt_differs_by_rounding_only() -> None:
-    """The moments are equal; a root 1 ulp off moves the update by a few ulp of itself, and the sum by 1 ulp."""
+    """The moments are equal; a root 1 ulp off moves the update by a few ulp, and the sum by 1."""
     planes = Planes.random(50_000, steps=5, seed=5)
     for step, grad in enumerate(planes.grads, start=1):
         oracle = TorchAdamW(planes, DEFAULTS)

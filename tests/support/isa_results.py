@@ -18,7 +18,6 @@ from support.native import LENGTHS, Planes, bit_patterns, from_bf16, to_bf16
 
 from tierstream import _native
 
-
 SETTINGS = {
     "lr": 1e-2,
     "beta1": 0.9,
@@ -52,7 +51,7 @@ def casts() -> str:
     _native.round_bf16(values, rounded)
     _native.split_master(values, weight, low)
     # Any pair can be joined, also one that no split writes.
-    any_weight, any_low = (np.random.default_rng(s).integers(0, 2**16, 100_003, dtype=np.uint16) for s in (1, 2))
+    any_weight, any_low = np.random.default_rng(1).integers(0, 2**16, (2, 100_003), dtype=np.uint16)
     joined = np.empty(any_weight.size, np.float32)
     _native.join_master(any_weight, any_low, joined)
     return digest(rounded, weight, low, joined)

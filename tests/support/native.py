@@ -55,7 +55,7 @@ class Planes:
 
     @classmethod
     def random(cls, n: int, steps: int, seed: int = 0) -> Planes:
-        """A fresh state; masters and gradients of many sizes, zeros, subnormals and huge numbers among them."""
+        """A fresh state; masters and gradients of many sizes, zeros, subnormals, huge numbers among them."""
         rng = np.random.default_rng(seed)
 
         def sizes(low: float, high: float) -> F32:
