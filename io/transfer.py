@@ -24,9 +24,8 @@ def transfer_some(
 ) -> int:
     """Moves `buffer` from or to `offset`, call after call, and returns the bytes done.
 
-    Fewer than asked only where going on is not possible with this descriptor: a call moved nothing, or moved
-    a count that is not a multiple of `block_bytes` (direct I/O has to continue on a block boundary; the part
-    of a block is not counted).
+    Fewer than asked only where this descriptor cannot go on: a call moved nothing, or, with direct I/O, ended
+    within a block of `block_bytes`.
 
     Raises:
         StorageError: a call failed; with path, offset of the call and errno.
@@ -41,7 +40,7 @@ def transfer_some(
             continue
         except OSError as cause:
             raise StorageError(direction.value, path, cause, offset=offset + done) from cause
-        done += count - count % block_bytes
+        done += count
         if count == 0 or count % block_bytes:
             break
     return done

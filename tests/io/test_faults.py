@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.drive_kinds import Drive, drive_of_kind, small_ext4
 from support.faults import Call, FaultySyscalls, delay, fail, interrupt_every, refuse_direct_transfer
 
 from tierstream.io import seam
+from tierstream.io.backend import TransferCounts
 from tierstream.io.direct import aligned_buffer
 from tierstream.io.errors import StorageError
 from tierstream.io.posix import PosixBackend
@@ -53,7 +55,9 @@ def random_page(nbytes: int = MIB) -> HostBytes:
     ids=["short", "interrupted", "both", "late", "refused"],
 )
 @pytest.mark.parametrize(("offset", "misalignment"), [(0, 0), (4097, 0), (0, 16), (511, 1)])
-def test_every_byte_arrives(drive: Drive, faulty: object, offset: int, misalignment: int) -> None:
+def test_every_byte_arrives(
+    drive: Drive, faulty: Callable[[], FaultySyscalls], offset: int, misalignment: int
+) -> None:
     path = page_file(drive, 300_000)
     oracle = bytearray(path.read_bytes())
     data = random_page(4096 + 123_456)[misalignment:]
@@ -75,6 +79,21 @@ def test_short_counts_stay_on_the_direct_path(drive: Drive) -> None:
         drive.backend.open(path, writable=True).write_from(random_page(), 0).result()
     assert drive.backend.counts().bytes_direct == MIB
     assert drive.backend.counts().bytes_buffered == 0
+
+
+@pytest.mark.parametrize("misalignment", [1, 16, 4095])
+def test_a_buffer_at_any_address_goes_direct(drive: Drive, misalignment: int) -> None:
+    """Through a bounce buffer: three and a half of them, in two tasks."""
+    backend = drive.reopen(threads=1, task_bytes=2 * MIB)
+    nbytes = 3 * MIB + MIB // 2
+    path, data = page_file(drive, nbytes), random_page(nbytes + 4096)[misalignment:][:nbytes]
+    file = backend.open(path, writable=True)
+    file.write_from(data, 0).result()
+    out = aligned_buffer(nbytes + 4096)[misalignment:][:nbytes]
+    file.read_into(out, 0).result()
+    assert out.tobytes() == data.tobytes() == path.read_bytes()
+    assert backend.counts() == TransferCounts(2 * nbytes, 0)
+    assert file.path_taken.direct
 
 
 class PartOfABlock(seam.Syscalls):
@@ -143,20 +162,25 @@ def test_a_failed_request_resolves_after_its_last_access(drive: Drive) -> None:
     """When the future raises, nobody may still write into the buffer: it may hold another page by then."""
     path = page_file(drive)
 
-    def slow_but_first_fails(call: Call) -> None:
+    under_way = threading.Event()
+
+    def third_fails_while_others_run(call: Call) -> None:
         if call.name == "preadv":
-            if call.offset == 0:
+            if call.offset == 2 * TASK_BYTES:
+                under_way.wait(10)
                 raise OSError(errno.EIO, "injected")
-            time.sleep(0.05)
+            under_way.set()
+            time.sleep(0.1)
 
     page = aligned_buffer(MIB)
-    with seam.injected(FaultySyscalls(slow_but_first_fails)):
+    with seam.injected(FaultySyscalls(third_fails_while_others_run)):
         future = drive.backend.open(path, writable=False).read_into(page, 0)
         with pytest.raises(StorageError):
             future.result()
         at_error = page.copy()
-        time.sleep(0.2)
+        time.sleep(0.3)
     assert np.array_equal(page, at_error)
+    assert page[:TASK_BYTES].any(), "the first task was under way and was waited for"
 
 
 def test_the_first_error_wins_and_later_tasks_are_skipped(drive: Drive) -> None:

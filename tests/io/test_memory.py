@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,9 @@ class Host:
             f"{base}/memory.stat",
             f"inactive_file 0\nhierarchical_memory_limit {hierarchical}\ntotal_inactive_file {inactive}\n",
         )
+
+
+Make = Callable[..., Host]
 
 
 def v2_host(root: Path, group: str = "/user.slice/run.scope", mount_root: str = "/") -> Host:
@@ -117,12 +121,20 @@ def test_v2_in_a_namespace(tmp_path: Path, group: str) -> None:
 
 
 @pytest.mark.parametrize("make", [v1_host, v2_host])
-def test_a_bind_mounted_group(tmp_path: Path, make: object) -> None:
+def test_a_bind_mounted_group(tmp_path: Path, make: Make) -> None:
     """A container without a namespace: the mount shows its group as the top, /proc its path on the host."""
     host = make(tmp_path, group="/docker/abc", mount_root="/docker/abc")
     host.group_v2("/", used=0, max=2 * GIB)
     host.group_v1("", used=0, limit=2 * GIB)
     assert memory_budget(tmp_path).available_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize("make", [v1_host, v2_host])
+def test_below_a_bind_mounted_group(tmp_path: Path, make: Make) -> None:
+    host = make(tmp_path, group="/docker/abc/child", mount_root="/docker/abc")
+    host.group_v2("/child", used=0, max=GIB)
+    host.group_v1("/child", used=0, limit=GIB)
+    assert memory_budget(tmp_path).available_bytes == GIB
 
 
 def test_v1_own_and_parent(tmp_path: Path) -> None:

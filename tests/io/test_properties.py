@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,12 @@ def check_at_once(path: Path, file: File, sequence: list[Operation]) -> None:
     assert path.read_bytes() == oracle
 
 
+Check = Callable[[Path, File, list[Operation]], None]
+
+
 @pytest.mark.parametrize("check", [check_sequence, check_at_once])
 @pytest.mark.parametrize("kind", PATH_OF_KIND)
-def test_any_operations(kind: str, check: object) -> None:
+def test_any_operations(kind: str, check: Check) -> None:
     # Tasks of two blocks: nearly every request is cut.
     with drive_of_kind(kind, threads=3, task_bytes=8192) as drive:
         path = drive.directory / "file"
@@ -94,7 +98,7 @@ def test_any_operations(kind: str, check: object) -> None:
 
 
 @pytest.mark.parametrize("check", [check_sequence, check_at_once])
-def test_any_operations_with_short_interrupted_and_late_calls(tmp_path: Path, check: object) -> None:
+def test_any_operations_with_short_interrupted_and_late_calls(tmp_path: Path, check: Check) -> None:
     with drive_of_kind("posix-direct", threads=3, task_bytes=8192) as drive:
         path = drive.directory / "file"
         path.write_bytes(np.random.default_rng(0).bytes(FILE_BYTES))

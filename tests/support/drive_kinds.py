@@ -67,14 +67,15 @@ def _runs(command: list[str]) -> bool:
 
 
 @contextmanager
-def small_ext4(directory: Path, nbytes: int) -> Iterator[Path]:
+def small_ext4(directory: Path, nbytes: int, *, options: str = "") -> Iterator[Path]:
     """A drive of its own with `nbytes`, mounted in `directory`; skips where mounting is not permitted."""
     image, point = directory / "drive.img", directory / "drive"
     point.mkdir()
     with image.open("wb") as file:
         file.truncate(nbytes)
     if not (
-        _runs(["mkfs.ext4", "-q", str(image)]) and _runs(["mount", "-o", "loop", str(image), str(point)])
+        _runs(["mkfs.ext4", "-q", str(image)])
+        and _runs(["mount", "-o", ",".join(filter(None, ["loop", options])), str(image), str(point)])
     ):
         pytest.skip("mounting an ext4 image is not permitted here")
     try:
