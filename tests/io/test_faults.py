@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.drive_kinds import Drive, drive_of_kind, small_ext4
+from support.drive_kinds import Drive, drive_of_kind, in_page_cache, small_ext4
 from support.faults import Call, FaultySyscalls, delay, fail, interrupt_every, refuse_direct_transfer
 
 from tierstream.io import seam
@@ -115,6 +115,7 @@ def test_a_count_within_a_block_is_finished_buffered(drive: Drive) -> None:
     assert np.array_equal(out, data)
     assert path.read_bytes() == data.tobytes()
     assert drive.backend.counts().bytes_buffered > 0
+    assert file.path_taken.direct, "the kernel was not asked to go on within a block"
 
 
 @pytest.mark.parametrize("direction", ["preadv", "pwritev"])
@@ -205,6 +206,21 @@ def test_a_refusal_at_the_first_transfer_is_told_once(drive: Drive, caplog: pyte
             assert not file.path_taken.direct
             assert "O_DIRECT was refused: Invalid argument" in str(file.path_taken)
     assert [record.getMessage().count("O_DIRECT was refused") for record in caplog.records] == [1]
+
+
+def test_a_file_system_that_is_buffered_behind_o_direct(tmp_path: Path) -> None:
+    """ext4 that journals data accepts O_DIRECT and goes through the page cache; statx tells."""
+    with (
+        small_ext4(tmp_path, 64 * MIB, options="data=journal") as directory,
+        drive_of_kind("posix-direct") as drive,
+    ):
+        path = directory / "page"
+        drive.backend.create(path, MIB)
+        file = drive.backend.open(path, writable=True)
+        file.write_from(random_page(), 0).result()
+        assert in_page_cache(path)
+        assert str(file.path_taken).startswith("posix-buffered (ext4 does not support direct I/O")
+        assert drive.backend.counts() == TransferCounts(0, MIB)
 
 
 def test_a_file_system_that_says_no_by_statx(drive: Drive) -> None:

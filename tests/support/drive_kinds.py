@@ -73,10 +73,8 @@ def small_ext4(directory: Path, nbytes: int, *, options: str = "") -> Iterator[P
     point.mkdir()
     with image.open("wb") as file:
         file.truncate(nbytes)
-    if not (
-        _runs(["mkfs.ext4", "-q", str(image)])
-        and _runs(["mount", "-o", ",".join(filter(None, ["loop", options])), str(image), str(point)])
-    ):
+    mount = ["mount", "-o", f"loop,{options}".rstrip(","), str(image), str(point)]
+    if not (_runs(["mkfs.ext4", "-q", str(image)]) and _runs(mount)):
         pytest.skip("mounting an ext4 image is not permitted here")
     try:
         yield point
