@@ -15,10 +15,7 @@ from support.drive_kinds import Drive, drive_of_kind
 from tierstream.io.backend import open_backend
 from tierstream.io.errors import InvariantError, StorageError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 SIZES = [1, 511, 512, 4095, 4097, 16 << 10, MIB - 1, MIB + 1, 28_824_000]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.drive_kinds import PATH_OF_KIND, drive_of_kind
 from support.faults import FaultySyscalls, delay, interrupt_every
@@ -89,7 +89,6 @@ def test_any_operations(kind: str, check: Check) -> None:
         path.write_bytes(np.random.default_rng(0).bytes(FILE_BYTES))
         file = drive.backend.open(path, writable=True)
 
-        @settings(deadline=None, max_examples=60)
         @given(st.lists(operations(), min_size=1, max_size=12))
         def run(sequence: list[Operation]) -> None:
             check(path, file, sequence)
@@ -104,7 +103,6 @@ def test_any_operations_with_short_interrupted_and_late_calls(tmp_path: Path, ch
         path.write_bytes(np.random.default_rng(0).bytes(FILE_BYTES))
         file = drive.backend.open(path, writable=True)
 
-        @settings(deadline=None, max_examples=25)
         @given(st.lists(operations(), min_size=1, max_size=6), st.integers(0, 1000))
         def run(sequence: list[Operation], seed: int) -> None:
             faulty = FaultySyscalls(interrupt_every(5), delay(seed, max_s=0.0001), short_bytes=997)
