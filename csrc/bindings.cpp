@@ -2,7 +2,6 @@
 // for the reader and the type checker are in package/tierstream/_native.pyi.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 
 #include <cmath>
 #include <optional>

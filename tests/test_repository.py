@@ -1,4 +1,4 @@
-"""The shape of the repository: who imports whom, how long things may be, a README that lists what is there."""
+"""The shape of the repository: who imports whom, sizes, and a README that lists what is there."""
 
 import ast
 import re
@@ -89,7 +89,7 @@ def test_functions_are_short(path: str) -> None:
 
 
 class Entry(NamedTuple):
-    """A line of the README's tree: paths from the root (folders end in a slash, `*` as in fnmatch), comment."""
+    """A line of the README's tree: paths from the root (folders end in a slash; `*` matches any), comment."""
 
     paths: tuple[str, ...]
     comment: str
