@@ -54,7 +54,7 @@ class Cache:
         policy: ranks the pages to evict; None where there is no NVMe and every page has a frame for good.
         prefetch_bytes: how far prefetch looks ahead; 0 for not at all.
         writeback_bytes: write-backs in flight at most (one page is always allowed).
-        debug: fill freed frames with NaN.
+        debug: fill freed frames with NaN, and check that pages change under leases to change them only.
         stats: counters to keep.
         issue: starts a transfer; must not block.
     """
@@ -74,6 +74,7 @@ class Cache:
         self._layout = layout
         self._stats = stats
         self._issue = issue
+        self._debug = debug
         self._frame_count = pool.count
         # Without a schedule this many frames are kept clean ahead of need, once there is need.
         self._clean_ahead = min(writeback_bytes // layout.page_bytes, pool.count // 4)
@@ -124,8 +125,10 @@ class Cache:
         self.pump()
 
     def release(self, lease: Lease) -> None:
+        """Take a lease back."""
         for entry, intent in zip(lease.entries, lease.intents, strict=True):
             if intent is Intent.READ:
+                entry.check_seal()
                 entry.unlease(alone=False)
             else:
                 entry.unlease(alone=True)
@@ -135,6 +138,8 @@ class Cache:
                     entry.stored = entry.dirty = True
                     if entry.content_bytes < entry.nbytes:
                         entry.view()[entry.content_bytes :] = 0
+                    if self._debug:
+                        entry.set_seal()
             self._frames.settle(entry)
         self.pump()
 
@@ -177,6 +182,8 @@ class Cache:
     def filled(self, entry: Entry) -> None:
         """The frame of the page has its content."""
         entry.end_fill()
+        if self._debug:
+            entry.set_seal()
         waiters, entry.waiters = entry.waiters, []
         for lease in waiters:
             lease.unfilled -= 1

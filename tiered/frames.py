@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstream._native import crc32c
 from tierstream.io.errors import BudgetError, InvariantError
 from tierstream.tiered.arena import Arena, Register, Unregister
 from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout, Page, round_up
@@ -45,6 +46,7 @@ class Entry:
         pinned: the request at the head of the queue keeps it from eviction.
         victim: its write-back under way was started to free its frame.
         cleaned: it was written back to be evicted, and was neither evicted nor used since.
+        seal: checksum of its frame after the last fill or change; kept in debug mode only.
         demanded: it is read for the request at the head of the queue.
         prefetched: prefetch brought it, and it was not used since.
     """
@@ -52,7 +54,7 @@ class Entry:
     __slots__ = (
         "array", "blank", "cleaned", "content_bytes", "cursor", "demanded", "dirty", "durable", "filling",
         "frame", "last_use", "later", "nbytes", "next_use", "page", "pinned", "prefetched", "readers",
-        "requests", "stored", "uses", "victim", "waiters", "writer", "writing",
+        "requests", "seal", "stored", "uses", "victim", "waiters", "writer", "writing",
     )  # fmt: skip
 
     def __init__(self, page: Page, layout: Layout) -> None:
@@ -75,6 +77,7 @@ class Entry:
         self.victim = False
         self.cleaned = False
         self.prefetched = False
+        self.seal: int | None = None
         self.demanded = False
         #: leases that were granted while it was filling
         self.waiters: list[Lease] = []
@@ -120,6 +123,7 @@ class Entry:
             raise self._illegal("evicted")
         self.frame = self.array = None
         self.blank = self.cleaned = self.prefetched = False
+        self.seal = None
         return frame
 
     def start_fill(self) -> None:
@@ -158,6 +162,15 @@ class Entry:
             self.writer = False
         else:
             self.readers -= 1
+
+    def set_seal(self) -> None:
+        """Remember what the frame holds."""
+        self.seal = crc32c(self.view().data)
+
+    def check_seal(self) -> None:
+        """InvariantError if the frame was changed since, by somebody who had no right to."""
+        if self.seal is not None and crc32c(self.view().data) != self.seal:
+            raise InvariantError(f"{self.page} was changed outside a lease to change it")
 
     def _illegal(self, action: str) -> InvariantError:
         return InvariantError(

@@ -90,5 +90,25 @@ def write_small(path: str, data: bytes) -> None:
         calls.close(fd)
 
 
+def read_small(path: str) -> bytes | None:
+    """All bytes of a file; None if there is no such file.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    calls = seam.current()
+    with storage_errors("reading", path):
+        try:
+            fd = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            data = np.empty(calls.fstat(fd).st_size, dtype=np.uint8)
+            transfer_all(Direction.READ, fd, path, data, 0)
+        finally:
+            calls.close(fd)
+    return data.tobytes()
+
+
 def _dump(value: Json) -> bytes:
     return json.dumps(value, indent=1).encode()

@@ -145,6 +145,8 @@ class Reclaimer:
         self._write(entry)
 
     def _unbind(self, entry: Entry) -> Frame:
+        if entry.stored:
+            entry.check_seal()
         frame = entry.unbind()
         if self._debug:
             frame.fill(POISON)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstream.io.errors import ConfigError, InvariantError
+from tierstream.io.errors import BudgetError, ConfigError, InvariantError
 from tierstream.tiered.arena import POISON, Register, Unregister
 from tierstream.tiered.cache import Cache, Kind, Transfer
 from tierstream.tiered.frames import Entry, FramePool, HomePool, UniformPool
@@ -54,7 +54,8 @@ class Store:
         writeback_bytes: write-backs in flight at most.
         register: pins a range `(address, nbytes)` for the GPU, or raises; see `Arena`.
         unregister: takes the address of such a range.
-        debug: fill freed frames with 0xFF, NaN in bfloat16 and in float32.
+        debug: fill freed frames with 0xFF, NaN in bfloat16 and in float32, and check by checksums that no
+            page is changed by a holder who may only read it (slow).
         faults: random delays, for tests.
 
     Attributes:
@@ -150,7 +151,13 @@ class Store:
             for wanted, intent in zip(lease.entries, lease.intents, strict=True):
                 if intent is Intent.CONSUME and wanted.durable:
                     raise InvariantError(f"{wanted.page} is durable and cannot be consumed")
-            self._cache.submit(lease)
+            try:
+                self._cache.submit(lease)
+            except BudgetError:
+                raise
+            except BaseException as bug:
+                self._fail(bug)
+                raise
             ready = lease.granted and not lease.unfilled
             if not ready:
                 lease.event = threading.Event()
@@ -174,7 +181,11 @@ class Store:
                 raise InvariantError(f"a lease is released twice: {lease.pages}")
             lease.held = False
             lease.arrays = []
-            self._cache.release(lease)
+            try:
+                self._cache.release(lease)
+            except BaseException as bug:
+                self._fail(bug)
+                raise
             self._notify()
 
     def discard(self, pages: Iterable[Page]) -> None:
@@ -352,9 +363,14 @@ class Store:
                 except BaseException as bug:
                     error = bug
             if error is not None:
-                self._error = self._error or error
-                self._cache.fail(self._error)
+                self._fail(error)
             self._notify()
+
+    def _fail(self, error: BaseException) -> None:
+        """From now on every request ends with the error."""
+        self._error = self._error or error
+        self._cache.fail(self._error)
+        self._notify()
 
     def _notify(self) -> None:
         if self._watchers:

@@ -28,6 +28,7 @@ from tierstream.tiered.hierarchy import (
     create_arrays,
     group_json,
     make_directory,
+    read_small,
     write_small,
 )
 from tierstream.tiered.layout import Layout, Page
@@ -160,12 +161,9 @@ class ZarrDirectory:
 
 def _units_of_old(group: str) -> list[str]:
     """Units of the store whose root group is the file `group`; none if there is no such file."""
-    try:
-        text = Path(group).read_bytes()
-    except FileNotFoundError:
+    text = read_small(group)
+    if text is None:
         return []
-    except OSError as cause:
-        raise StorageError("reading", group, cause) from cause
     try:
         units = json.loads(text)["attributes"][_MARKER]["units"]
     except (ValueError, KeyError, TypeError):

@@ -197,6 +197,28 @@ def in_thread(store: Store, uses: list[tuple[Page, Intent]]) -> tuple[threading.
     return thread, leases
 
 
+def test_debug_finds_a_page_that_was_changed_under_a_lease_to_read_it() -> None:
+    with small_store(4) as store:
+        store.acquire([(page(0), Intent.OVERWRITE)]).release()
+        lease = store.acquire([(page(0), Intent.READ)])
+        lease.arrays[0][100] ^= 1
+        with pytest.raises(InvariantError, match="was changed outside a lease"):
+            lease.release()
+        with pytest.raises(InvariantError, match="was changed outside a lease"):
+            store.acquire([(page(1), Intent.READ)])
+
+
+def test_debug_finds_a_page_that_was_changed_after_its_release() -> None:
+    with small_store(1) as store:
+        lease = store.acquire([(page(0), Intent.UPDATE)])
+        kept = lease.arrays[0]
+        lease.release()
+        kept.fill(3)
+        for _ in range(2):
+            with pytest.raises(InvariantError, match="was changed outside a lease"):
+                store.acquire([(page(1), Intent.READ)])
+
+
 def test_readers_share_and_a_writer_is_alone() -> None:
     with small_store(4) as store:
         first = store.acquire([(page(0), Intent.READ)])
