@@ -7,23 +7,34 @@ depth.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+import threading
+from concurrent.futures import Future, InvalidStateError
 
 import torch
 
-from tierstream.engine.device import Device
+from tierstream.engine.device import Device, StallClock
 from tierstream.engine.transfer import Downloader
 from tierstream.engine.units import activation_unit
 from tierstream.io.errors import InvariantError
+
+#: One boundary being written while the next is computed.
+WAITING_TENSORS = 2
 
 
 class ActivationStash:
     """`put` in forward; `wait_stored` is the gate of the upload that brings it back; `take_local` where it
     stayed on the device.
+
+    At most `WAITING_TENSORS` boundaries wait on the device for their download: forward runs as fast as the tiers
+    take them, and device memory does not grow with depth even where a drive is the slowest part.
     """
 
-    def __init__(self, device: Device, downloader: Downloader, layers: int, *, on_device: bool) -> None:
-        self._device, self._downloader, self._layers = device, downloader, layers
+    def __init__(
+        self, device: Device, downloader: Downloader, layers: int, clock: StallClock, *, on_device: bool
+    ) -> None:
+        self._device, self._downloader, self._layers, self._clock = device, downloader, layers, clock
+        self._room = threading.BoundedSemaphore(WAITING_TENSORS)
         self.on_device = on_device
         self._local: dict[int, torch.Tensor] = {}
         self._stored: list[Future[None]] = []
@@ -37,23 +48,18 @@ class ActivationStash:
         if self.on_device:
             self._local[layer] = hidden
             return
-        kept = [
-            hidden
-        ]  # the tensor lives until its bytes are in DRAM; then its memory goes back to the compute lane
-        flat = hidden.contiguous().view(-1)
+        with self._clock.waiting_for("activations"):
+            self._room.acquire()
+        kept = [hidden.contiguous().view(-1)]  # lives until its bytes are in DRAM, whatever the layers do meanwhile
+
+        def done() -> None:
+            kept.clear()
+            self._room.release()
+
         job = self._downloader.submit(
-            activation_unit(layer), "activation", lambda: flat, self._device.compute.record(), kept.clear
+            activation_unit(layer), "activation", lambda: kept[0], self._device.compute.record(), done
         )
-        stored = self._stored[layer]
-
-        def settle(job: Future[None]) -> None:
-            error = job.exception()
-            if error is None:
-                stored.set_result(None)
-            elif not stored.done():
-                stored.set_exception(error)
-
-        job.add_done_callback(settle)
+        job.add_done_callback(lambda job: _settle(self._stored[layer], job.exception()))
 
     def wait_stored(self, layer: int) -> None:
         """Block until the store knows the pages of `layer`'s input; raises what kept them from being
@@ -69,5 +75,13 @@ class ActivationStash:
         error.
         """
         for stored in self._stored:
-            if not stored.done():
-                stored.set_exception(InvariantError("the step was aborted before this activation was made"))
+            _settle(stored, InvariantError("the step was aborted before this activation was made"))
+
+
+def _settle(stored: Future[None], error: BaseException | None) -> None:
+    """Resolve a future that another thread may have resolved already."""
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            stored.set_result(None)
+        else:
+            stored.set_exception(error)

@@ -90,7 +90,7 @@ class Runtime:
             device, self.downloader, plan.group_of, plan.gradient_groups, config.grad_dtype, self.clock
         )
         self._stash = ActivationStash(
-            device, self.downloader, len(units.layers), on_device=plan.boundary_nbytes is None
+            device, self.downloader, len(units.layers), self.clock, on_device=plan.boundary_nbytes is None
         )
         self._sweep = Sweep(
             model, units, device, self.uploader, self._gradients, self._stash,
