@@ -26,8 +26,8 @@ class ActivationStash:
     """`put` in forward; `wait_stored` is the gate of the upload that brings it back; `take_local` where it
     stayed on the device.
 
-    At most `WAITING_TENSORS` boundaries wait on the device for their download: forward runs as fast as the tiers
-    take them, and device memory does not grow with depth even where a drive is the slowest part.
+    At most `WAITING_TENSORS` boundaries wait on the device for their download: forward runs as fast as the
+    tiers take them, and device memory does not grow with depth even where a drive is the slowest part.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class ActivationStash:
             return
         with self._clock.waiting_for("activations"):
             self._room.acquire()
-        kept = [hidden.contiguous().view(-1)]  # lives until its bytes are in DRAM, whatever the layers do meanwhile
+        # Lives until its bytes are in DRAM, whatever the layers do meanwhile.
+        kept = [hidden.contiguous().view(-1)]
 
         def done() -> None:
             kept.clear()

@@ -1,7 +1,7 @@
 """Puts streamed tensors into a module whose parameters live on `meta`, and takes them out again.
 
-`module._parameters[name] = tensor` costs 2 microseconds for a layer and needs no hook on submodules, so a module
-that uses another module's weight directly is bound like any other (docs/design.md, section 5).
+`module._parameters[name] = tensor` costs 2 microseconds for a layer and needs no hook on submodules, so a
+module that uses another module's weight directly is bound like any other (docs/design.md section 5).
 """
 
 from __future__ import annotations

@@ -148,7 +148,8 @@ def check_same_data(saved: str | None, current: str) -> None:
     if saved is not None and saved != current:
         raise CheckpointError(
             f"the training data or the tokenizer changed since the checkpoint (fingerprint {saved[:12]} "
-            f"then, {current[:12]} now); restore the files, or start a new run from an export of the checkpoint"
+            f"then, {current[:12]} now); restore the files, or start a new run from an export of the "
+            "checkpoint"
         )
 
 

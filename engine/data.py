@@ -1,4 +1,5 @@
-"""Training rows: documents shuffled anew every epoch, put end to end, cut into rows of equal length; rows shuffled.
+"""Training rows: documents shuffled anew every epoch, put end to end, cut into rows of equal length; the rows
+are shuffled.
 
 Everything is a pure function of (seed, step): there is no position to save, and a resumed run sees the rows
 of an unbroken one. In memory are the order of the documents and where each begins (16 bytes each and epoch)
@@ -79,11 +80,11 @@ class Batch:
 class PackedRows:
     """The rows of a token store.
 
-    An epoch is all documents in an order drawn from (seed, epoch), end to end, cut into rows of `seq_len`. The
-    rows are trained on in an order of their own, so that a step does not hold neighbouring pieces of one
-    document. No token is left out, so the last row of an epoch ends in padding that is not trained on. A document that
-    does not fit goes on in the next row, without what came before. The label after a row's last token is the
-    first token of the row that follows in the stream.
+    An epoch is all documents in an order drawn from (seed, epoch), end to end, cut into rows of `seq_len`.
+    The rows are trained on in an order of their own, so that a step does not hold neighbouring pieces of one
+    document. No token is left out, so the last row of an epoch ends in padding that is not trained on. A
+    document that does not fit goes on in the next row, without what came before. The label after a row's last
+    token is the first token of the row that follows in the stream.
 
     Args:
         isolate_documents: no label is predicted across a document's end (the end-of-text token predicts
@@ -150,8 +151,8 @@ class PackedRows:
     def _permutation(self, epoch: int, count: int, stream: int) -> NDArray[np.int64]:
         """An order of `count` things, drawn from (seed, epoch, stream).
 
-        Sorting the raw output of the generator gives the same order with every version of numpy; it promises that
-        for `random_raw`, not for `permutation` (NEP 19).
+        Sorting the raw output of the generator gives the same order with every version of numpy; it promises
+        that for `random_raw`, not for `permutation` (NEP 19).
         """
         generator = np.random.Philox(key=np.array([self.seed, epoch], np.uint64), counter=stream << 192)
         return np.argsort(generator.random_raw(count), kind="stable")

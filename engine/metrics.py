@@ -58,8 +58,10 @@ class StepMetrics:
     stall_s: dict[str, float] = field(default_factory=dict)
     """Seconds that the computation waited, by cause."""
     tier_wait_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that the threads around it (upload, update, download) waited for a page, by cause. They wait side by side, and
-    mostly while the computation runs: their sum says how hard a tier works, not what it costs."""
+    """Seconds that the threads around it (upload, update, download) waited for a page, by cause. They wait
+    side by side, and mostly while the computation runs: their sum says how hard a tier works, not what it
+    costs.
+    """
     bytes_read: dict[str, int] = field(default_factory=dict)
     """Bytes that this step took out of the tier."""
     bytes_written: dict[str, int] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
+
 from tierstream.engine.activations import WAITING_TENSORS, ActivationStash
 from tierstream.engine.device import Device, Event, StallClock
 from tierstream.io.errors import InvariantError
@@ -22,7 +23,12 @@ class SlowDownloader:
         self._thread = ThreadPoolExecutor(1)
 
     def submit(
-        self, unit: str, plane: str, produce: Callable[[], torch.Tensor], ready: Event, done: Callable[[], None]
+        self,
+        unit: str,
+        plane: str,
+        produce: Callable[[], torch.Tensor],
+        ready: Event,
+        done: Callable[[], None],
     ) -> Future[None]:
         def run() -> None:
             self.gate.acquire()

@@ -46,7 +46,9 @@ def test_reads_of_an_optimal_cache(order: list[tuple[int, bool]], frames: int) -
 
 
 def test_a_cyclic_scan_hits_the_share_that_fits() -> None:
-    """10 pages updated in turn, room for 6: optimal keeps 5 from round to round, the rest goes through one frame."""
+    """10 pages updated in turn, room for 6: optimal keeps 5 from round to round, the rest goes through one
+    frame.
+    """
     uses = [(Page("u", "exp_avg", i), Intent.UPDATE) for i in range(10)]
     reads, writes = drive_traffic(uses, 6)
     assert 4 <= reads <= 5
