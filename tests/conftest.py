@@ -6,6 +6,9 @@ import sys
 import pytest
 from hypothesis import settings
 
+# As `tierstream train` does: threads of torch that wait must not hold a core that another process needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # `ci` gives the same examples at every run; `nightly` looks for new ones: HYPOTHESIS_PROFILE=nightly pytest
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
