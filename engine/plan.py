@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tierstream.engine.byte_size import ByteSize
@@ -221,10 +222,16 @@ def make_plan(
     item_bytes = ITEM_BYTES[units.embed.dtype]
     boundary = rows * seq_len * hidden_size * item_bytes if tiers.activations == "dram" else None
     slots, sums, group_of, gpu_bytes = device_groups(units, item_bytes, boundary, tiers.gpu)
-    kinds = {"master": optimizer.master, "grad_dtype": optimizer.grad_dtype, "boundary_nbytes": boundary}
+    layout_of = partial(
+        build_layout,
+        units,
+        master=optimizer.master,
+        grad_dtype=optimizer.grad_dtype,
+        boundary_nbytes=boundary,
+    )
     layer_nbytes = max(unit.numel for unit in units.layers) * item_bytes
-    state_bytes = build_layout(units, page_bytes=PAGE_ALIGN_BYTES, **kinds).nbytes(durable=True)
-    layout = build_layout(units, page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers), **kinds)
+    state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
+    layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers))
     dram = size_dram(tiers, layout, available_bytes, gpu_bytes if device_in_host else 0)
     plan = Plan(
         parameters=units.numel,

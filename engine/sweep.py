@@ -278,7 +278,7 @@ class Sweep:
             raise ModelSourceError(
                 f"the embedding is a {type(embedding).__name__}; only a plain nn.Embedding streams yet"
             )
-        embedding.forward = lambda ids: _StreamedEmbedding.apply(self, ids, self._anchor)
+        self._embedding.forward = lambda ids: _StreamedEmbedding.apply(self, ids, self._anchor)
         norm.forward = lambda hidden: hidden  # computed by the head, in chunks, together with the loss
         for index, layer in enumerate(self._decoder.layers):
             layer.forward = self._layer_shim(index, layer.forward)

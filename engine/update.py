@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypedDict
 
 import numpy as np
 
@@ -28,6 +29,19 @@ from tierstream.tiered.store import Intent, Store
 UNITS_AHEAD = 2
 
 _PLANE_VIEWS = {"bfloat16": np.uint16, "uint16": np.uint16, "float32": np.float32}
+
+
+class _AdamW(TypedDict):
+    """The settings of one call of the kernel (tierstream._native)."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +207,7 @@ class UpdateDriver:
 
     def _adamw(self, views: dict[str, np.ndarray], verdict: Verdict, weight_decay: float) -> None:
         config = self._config
-        settings = {
+        settings: _AdamW = {
             "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2,
             "eps": config.eps, "weight_decay": weight_decay, "grad_scale": verdict.clip_factor,
             "threads": self._threads,
