@@ -87,6 +87,9 @@ class Syscalls:
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
 
+    def symlink(self, target: str, path: str) -> None:
+        os.symlink(target, path)
+
     def unlink(self, path: str) -> None:
         os.unlink(path)
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstream.io import seam
 from tierstream.io.backend import Backend, File
 from tierstream.io.drives import DirectoryLock, Spread, check_directories
 from tierstream.io.durable import make_directories, remove_tree
@@ -155,7 +156,7 @@ class ZarrDirectory:
         link = chunk_path(self.roots[0], *page)
         if link != path:
             with storage_errors("linking", link):
-                os.symlink(path, link)
+                seam.current().symlink(path, link)
         self._created.add(page)
 
 

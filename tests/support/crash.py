@@ -92,6 +92,10 @@ class CrashingSyscalls(FaultySyscalls):
         super().unlink(path)
         self._changed(path, lambda directory: shutil.copy(kept, directory / os.path.basename(path)))
 
+    def symlink(self, target: str, path: str) -> None:
+        super().symlink(target, path)
+        self._changed(path, lambda directory: (directory / os.path.basename(path)).unlink())
+
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         super().mkdir(path, mode)
         self._changed(path, lambda directory: shutil.rmtree(directory / os.path.basename(path)))

@@ -139,6 +139,10 @@ class FaultySyscalls(Syscalls):
         self._before("rename", target)
         super().rename(source, target)
 
+    def symlink(self, target: str, path: str) -> None:
+        self._before("symlink", path)
+        super().symlink(target, path)
+
     def unlink(self, path: str) -> None:
         self._before("unlink", path)
         super().unlink(path)
