@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import ml_dtypes
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
-from support.faults import FaultySyscalls
+from support.faults import FaultySyscalls, fail
 from support.stores import PAGE_BYTES, all_pages, layout_of, mixed_layout
 
 from tierstream.io import seam
@@ -165,10 +167,6 @@ def test_a_drive_that_is_too_small_is_refused_before_anything_is_made(
 
 
 def test_space_that_runs_out_while_reserving_is_named(tmp_path: Path, backend: PosixBackend) -> None:
-    import errno
-
-    from support.faults import fail
-
     with (
         seam.injected(FaultySyscalls(fail(errno.ENOSPC, on="posix_fallocate", at=9))),
         pytest.raises(StorageError, match="No space left"),
@@ -176,6 +174,18 @@ def test_space_that_runs_out_while_reserving_is_named(tmp_path: Path, backend: P
         ZarrDirectory.create([tmp_path], LAYOUT, backend, {})
     # The next start removes what is there and is not kept out by a lock.
     with store_in([tmp_path], backend) as store:
+        fill(store, seed=0)
+
+
+def test_a_file_system_without_links_is_named(tmp_path: Path, backend: PosixBackend) -> None:
+    """FAT and exFAT: chunk files on the second drive cannot be linked from the first."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with (
+        seam.injected(FaultySyscalls(fail(errno.EPERM, on="symlink", at=3))),
+        pytest.raises(StorageError, match=rf"linking {roots[0]}/.*/c/\d+ failed.*Operation not permitted"),
+    ):
+        ZarrDirectory.create(roots, LAYOUT, backend, {})
+    with store_in(roots, backend) as store:
         fill(store, seed=0)
 
 
@@ -295,6 +305,11 @@ def test_other_types_are_not_taken_for_bfloat16() -> None:
         bfloat16.BFloat16.from_json("float8", zarr_format=3)
     with pytest.raises(TypeError):
         bfloat16.BFloat16().cast_scalar("one")
+
+
+def test_the_data_type_is_announced_to_zarr() -> None:
+    (found,) = entry_points(group="zarr.data_type", name="bfloat16")
+    assert found.load() is bfloat16.BFloat16
 
 
 def test_page_paths(tmp_path: Path, backend: PosixBackend) -> None:
