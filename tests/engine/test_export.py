@@ -11,22 +11,19 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
-from support.models import DENSE, SIZES, Flat, different, save_model, two_units
+from support.exports import Loaded, pretrained, stored
+from support.models import DENSE, SIZES, different, save_model, two_units
 
 from tierstream.engine.corpus import fingerprint_files
 from tierstream.engine.export import export_model, snapshot_reader
 from tierstream.engine.export_plan import plan_export
-from tierstream.engine.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.meta_model import build_meta_model
 from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.safetensors_dir import open_checkpoint
-from tierstream.engine.source import load_weights, plan_load
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.tokenizer import train_tokenizer
 from tierstream.engine.units import build_layout, find_units
@@ -39,50 +36,6 @@ MIXTURE = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0],
     "decoder_sparse_step": 1,
 }  # fmt: skip
-
-
-class Loaded:
-    """A model directory in planes: fp32 masters, with low bits that no bf16 has."""
-
-    def __init__(self, path: Path, dtype: str = "bfloat16", *, low_bits: bool = True) -> None:
-        self.model, _ = build_meta_model(ModelConfig(path=str(path), dtype=dtype))  # type: ignore[arg-type]
-        plan = plan_load(self.model, open_checkpoint(path))
-        self.flat = Flat(two_units(self.model))
-        self.units = self.flat.units
-        load_weights(plan, self.units, self.flat.write)
-        materialise_buffers(self.model, plan, "cpu")
-        self.largest = 0
-        if low_bits:
-            for number, values in enumerate(self.flat.values.values()):
-                values *= 1 + np.random.default_rng(number).uniform(-1e-3, 1e-3, values.size).astype(
-                    np.float32
-                )
-
-    def read(self, unit: str, start: int, out: np.ndarray) -> None:
-        self.largest = max(self.largest, out.size)
-        values = self.flat.values[unit][start : start + out.size]
-        if out.dtype == np.uint16:
-            assert next(u.dtype for u in self.units if u.name == unit) == "bfloat16"
-            out[:] = torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
-        else:
-            out[:] = values
-
-    def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return {name: value.to(dtype) for name, value in self.flat.tensors().items()}
-
-    def export(self, path: Path, **options: Any) -> Any:
-        return export_model(self.read, self.model, self.units, path, **options)
-
-
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    return {
-        key: value for file in sorted(path.glob("*.safetensors")) for key, value in load_file(file).items()
-    }
-
-
-def pretrained(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **options)
-    return dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -354,8 +307,7 @@ def test_units_that_are_not_the_models_are_a_bug(loaded: Loaded) -> None:
 FEW_HANDLES = """
 import resource, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
-from test_export import Loaded
+from support.exports import Loaded
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 Loaded(Path(sys.argv[1])).export(Path(sys.argv[2]), max_shard_bytes=1)
 """
@@ -367,7 +319,7 @@ def test_two_hundred_shards_with_64_file_handles(tmp_path: Path) -> None:
         tmp_path / "source", shard="0KB", num_hidden_layers=23, hidden_size=8, head_dim=4, intermediate_size=5
     )
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 200
-    paths = [str(tmp_path / "source"), str(tmp_path / "out"), str(Path(__file__).parent)]
+    paths = [str(tmp_path / "source"), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run([sys.executable, "-c", FEW_HANDLES, *paths], check=True, env=environment)
     assert different(stored(tmp_path / "out"), Loaded(tmp_path / "source").tensors(torch.bfloat16)) == []

@@ -1,0 +1,62 @@
+"""A model directory in planes, to be exported, and what the export holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.models import Flat, two_units
+
+from tierstream.engine.export import export_model
+from tierstream.engine.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.safetensors_dir import open_checkpoint
+from tierstream.engine.source import load_weights, plan_load
+
+
+class Loaded:
+    """A model directory in planes: fp32 masters, with low bits that no bf16 has."""
+
+    def __init__(self, path: Path, dtype: str = "bfloat16", *, low_bits: bool = True) -> None:
+        self.model, _ = build_meta_model(ModelConfig(path=str(path), dtype=dtype))  # type: ignore[arg-type]
+        plan = plan_load(self.model, open_checkpoint(path))
+        self.flat = Flat(two_units(self.model))
+        self.units = self.flat.units
+        load_weights(plan, self.units, self.flat.write)
+        materialise_buffers(self.model, plan, "cpu")
+        self.largest = 0
+        if low_bits:
+            for number, values in enumerate(self.flat.values.values()):
+                values *= 1 + np.random.default_rng(number).uniform(-1e-3, 1e-3, values.size).astype(
+                    np.float32
+                )
+
+    def read(self, unit: str, start: int, out: np.ndarray) -> None:
+        self.largest = max(self.largest, out.size)
+        values = self.flat.values[unit][start : start + out.size]
+        if out.dtype == np.uint16:
+            assert next(u.dtype for u in self.units if u.name == unit) == "bfloat16"
+            out[:] = torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
+        else:
+            out[:] = values
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {name: value.to(dtype) for name, value in self.flat.tensors().items()}
+
+    def export(self, path: Path, **options: Any) -> Any:
+        return export_model(self.read, self.model, self.units, path, **options)
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    return {
+        key: value for file in sorted(path.glob("*.safetensors")) for key, value in load_file(file).items()
+    }
+
+
+def pretrained(path: Path, **options: Any) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **options)
+    return dict(model.named_parameters())
