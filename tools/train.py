@@ -38,8 +38,9 @@ def main(args: Sequence[str]) -> int:
 
 def run_train(config: RunConfig) -> int:
     """Train, with the run shown on standard output. Returns the exit status; raises TierstreamError."""
-    # Read when OpenMP starts, with the import of torch. A thread that spins at a barrier holds the core that an I/O
-    # or update thread, or another process, needs: beside one busy process, steps took 6 s instead of 1.1 s.
+    # Read when OpenMP starts, with the import of torch. A thread that spins at a barrier holds the core that
+    # an I/O or update thread, or another process, needs: beside one busy process, steps took 6 s instead of
+    # 1.1 s.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from tierstream.engine.trainer import Trainer  # takes seconds to import; a bad option is told before
 
