@@ -93,6 +93,17 @@ def build_store(
     )
 
 
+def plan_weights(config: RunConfig, model: Any) -> source.LoadPlan | None:
+    """Where the weights of `model.path` lie, by its headers alone; None: the run starts from random ones.
+
+    Raises:
+        ModelSourceError: a shard or tensor that is missing, cut off, or of another shape.
+    """
+    if config.model.path is None:
+        return None
+    return source.plan_load(model, open_checkpoint(config.model.path))
+
+
 def fill_state(
     config: RunConfig,
     model: Any,
@@ -100,6 +111,7 @@ def fill_state(
     layout: Layout,
     store: Store,
     snapshot: Snapshot | None,
+    weights: source.LoadPlan | None,
     device: Device,
 ) -> str:
     """First values of every plane and buffer, from a checkpoint, a model directory or an initialisation; says
@@ -109,19 +121,16 @@ def fill_state(
         ModelSourceError, CheckpointError, StorageError: what cannot be read, before anything is trained on.
     """
     write = PlaneWriter(store, layout)
-    plan = None
-    if config.model.path is not None:
-        plan = source.plan_load(model, open_checkpoint(config.model.path))
     if snapshot is not None:
         snapshot.restore(store)
         origin = f"step {snapshot.state['step']} of a checkpoint"
-    elif plan is not None:
-        source.load_weights(plan, units.in_forward_order, write)
+    elif weights is not None:
+        source.load_weights(weights, units.in_forward_order, write)
         origin = f"weights of {config.model.path}"
     else:
         initialise.init_weights(model, units.in_forward_order, config.train.seed, write)
         origin = f"random weights (seed {config.train.seed})"
-    materialise_buffers(model, plan, device.torch_device)
+    materialise_buffers(model, weights, device.torch_device)
     return origin
 
 

@@ -4,6 +4,7 @@ must be quick.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from tierstream.engine.checkpoint import CheckpointConfig
@@ -12,6 +13,8 @@ from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
 from tierstream.io.errors import ConfigError
+
+_DEVICE_NAME = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +46,10 @@ class TrainConfig:
             raise ConfigError(
                 f"train.rows_per_chunk is {self.rows_per_chunk}; it must be between 1 and "
                 f"train.rows_per_step ({self.rows_per_step}), or null for all rows"
+            )
+        if not _DEVICE_NAME.fullmatch(self.device):
+            raise ConfigError(
+                f"train.device is {self.device!r}; it must be cpu, cuda, or cuda:N (GPU number N)"
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"train.seed is {self.seed}; it must be in [0, 2**63)")

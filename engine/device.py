@@ -175,6 +175,12 @@ class Device:
                 raise ConfigError(
                     f"train.device is {name!r}, but torch sees no CUDA device; use cpu, or check the driver"
                 )
+            count = torch.cuda.device_count()
+            if (self.torch_device.index or 0) >= count:
+                raise ConfigError(
+                    f"train.device is {name!r}, but torch sees {count} CUDA devices; use one of cuda:0 to "
+                    f"cuda:{count - 1}"
+                )
             if self.torch_device.index is None:
                 self.torch_device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.set_device(self.torch_device)
