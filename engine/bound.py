@@ -10,20 +10,27 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from tierstream import _native
 from tierstream.engine.device import Device
+from tierstream.io import seam
 from tierstream.io.backend import Backend
 from tierstream.tiered.layout import Page
 from tierstream.tiered.store import Intent
 
 _PROBE_BYTES = 64 << 20
 _PROBE_BLOCK_BYTES = 8 << 20
+#: A drive with less free space than this (the two probe files, twice) is not measured.
+_PROBE_SPARE_BYTES = 4 * _PROBE_BYTES
+
+_DriveRates: TypeAlias = tuple[float | None, float | None, float | None, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +131,9 @@ def measure_rates(
     """Measure this machine in about two seconds: matrix product, upload, AdamW, and the drive through the
     run's own backend.
     """
-    drive = (
-        (None, None, None, None) if backend is None or directory is None else _drive_rates(backend, directory)
-    )
+    drive: _DriveRates = (None, None, None, None)
+    if backend is not None and directory is not None:
+        drive = _drive_rates(backend, directory)
     return Rates(
         flop_per_s=_matmul_rate(device, dtype),
         upload=_upload_rate(device) if device.is_cuda else None,
@@ -178,21 +185,28 @@ def _update_rate(threads: int) -> float:
     return n / _best_seconds(update)
 
 
-def _drive_rates(backend: Backend, directory: Path) -> tuple[float, float, float, float]:
+def _drive_rates(backend: Backend, directory: Path) -> _DriveRates:
     """(read, write, read while writing, write while reading) in bytes per second, of incompressible data that
-    is really written.
+    is really written; not measured where the drive has little to spare, since the state comes first.
     """
+    usage = seam.current().statvfs(str(directory))
+    if usage.f_bavail * usage.f_frsize < _PROBE_SPARE_BYTES:
+        return None, None, None, None
     blocks = _PROBE_BYTES // _PROBE_BLOCK_BYTES
     names = [directory / ".probe-a", directory / ".probe-b"]
+    for name in names:
+        name.unlink(missing_ok=True)  # of a run that was killed while it measured
     source = np.random.default_rng(0).integers(0, 256, _PROBE_BLOCK_BYTES + 4096, np.uint8)
     shift = -source.ctypes.data % 4096
     source = source[shift : shift + _PROBE_BLOCK_BYTES]
     targets = [_aligned_block() for _ in range(blocks)]
-    try:
+    with ExitStack() as made:
         files = []
         for name in names:
+            made.callback(name.unlink, missing_ok=True)
             backend.create(name, _PROBE_BYTES)
             files.append(backend.open(name, writable=True))
+            made.callback(files[-1].close)
 
         def wait(futures: list) -> None:
             for future in futures:
@@ -210,11 +224,6 @@ def _drive_rates(backend: Backend, directory: Path) -> tuple[float, float, float
         write_s = _best_seconds(lambda: wait(write(0)), rounds=2)
         read_s = _best_seconds(lambda: wait(read(1)), rounds=2)
         mixed_s = _best_seconds(lambda: wait(read(1) + write(0)), rounds=2)
-        for file in files:
-            file.close()
-    finally:
-        for name in names:
-            name.unlink(missing_ok=True)
     return _PROBE_BYTES / read_s, _PROBE_BYTES / write_s, _PROBE_BYTES / mixed_s, _PROBE_BYTES / mixed_s
 
 
