@@ -36,15 +36,19 @@ class StepMetrics:
     optimizer_step: int
     """Updates applied once this step's own has been, skipped steps not counted: AdamW's `t`."""
     loss: float
-    """Mean cross-entropy over the step's trained tokens, in nats."""
+    """Mean cross-entropy over the step's trained tokens, in nats; NaN if there are none."""
     grad_norm: float
-    """Global L2 norm of the gradients *before* clipping."""
+    """Global L2 norm of the gradients *before* clipping; 0 if no token is trained on, NaN or infinite where a
+    gradient is.
+    """
     clip_factor: float
     """What the gradients were multiplied with; 1: not clipped."""
     lr: float
     """Learning rate of this step's update."""
     skipped: bool
-    """The gradients were not finite: nothing changed."""
+    """The gradients were not finite: nothing changed. A step without a trained token changes nothing either,
+    but is not counted as skipped.
+    """
     skipped_total: int
     """Skipped steps of the run so far, this one included."""
     tokens: int
@@ -107,7 +111,7 @@ class RunSummary:
     last_step: int | None = None
     """Steps that this process ran, both included; None: none."""
     loss: float | None = None
-    """Loss of the last step."""
+    """Loss of the last step that trained on any token."""
     tokens: int = 0
     trained_tokens: int = 0
     skipped_steps: int = 0
@@ -126,7 +130,8 @@ class RunSummary:
     def add(self, metrics: StepMetrics) -> None:
         """Count one more step."""
         self.first_step = metrics.step if self.first_step is None else self.first_step
-        self.last_step, self.loss = metrics.step, metrics.loss
+        self.last_step = metrics.step
+        self.loss = metrics.loss if metrics.trained_tokens else self.loss
         self.tokens += metrics.tokens
         self.trained_tokens += metrics.trained_tokens
         self.skipped_steps += metrics.skipped

@@ -105,14 +105,12 @@ def judge(
 ) -> Verdict:
     """Verdict from the sum of squares of each unit's gradient.
 
-    The sum over units runs in the order of the mapping, in fp64: a single inf or NaN anywhere makes the norm
-    non-finite, so the finite check needs no pass of its own. The clip factor is `clip_norm / (norm + 1e-6)`,
+    The sum over units is in fp64 and independent of their order: a single inf or NaN anywhere makes the norm
+    inf or NaN, so the finite check needs no pass of its own. The clip factor is `clip_norm / (norm + 1e-6)`,
     at most 1: that of torch.nn.utils.clip_grad_norm_.
     """
-    total = (
-        math.fsum(sums_of_squares.values()) if all(map(math.isfinite, sums_of_squares.values())) else math.nan
-    )
-    norm = math.sqrt(total) if math.isfinite(total) else math.nan
+    total = math.fsum(sums_of_squares.values())
+    norm = math.sqrt(total) if total >= 0 else math.nan
     factor = 1.0
     if config.clip_norm is not None and math.isfinite(norm):
         factor = min(1.0, config.clip_norm / (norm + 1e-6))

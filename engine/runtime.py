@@ -10,6 +10,7 @@ out at once, which gives the same bits.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from tierstream.engine.activations import ActivationStash
 from tierstream.engine.device import Device, StallClock
 from tierstream.engine.gradients import GradientBuffers
-from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge
+from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, learning_rate
 from tierstream.engine.plan import Plan
 from tierstream.engine.sweep import Batch, Sweep
 from tierstream.engine.transfer import Downloader, StepPlan, Uploader
@@ -46,7 +47,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Loss (mean over the step's trained tokens) and what its gradients allowed."""
+    """Loss (mean over the step's trained tokens; NaN if there are none) and what its gradients allowed."""
 
     loss: float
     verdict: Verdict
@@ -103,7 +104,14 @@ class Runtime:
         self._device_is_stale = True
 
     def step(self, batch: Batch) -> StepOutcome:
-        """Forward, backward and verdict over `batch`, while the update of the step before is carried out."""
+        """Forward, backward and verdict over `batch`, while the update of the step before is carried out.
+
+        Without a trained token there is nothing to compute: no sweep runs, no counter moves, and a pending
+        update stays pending.
+        """
+        if batch.trained_tokens == 0:
+            lr = learning_rate(self._config, self.applied_updates, self._total_updates)
+            return StepOutcome(math.nan, Verdict(0.0, 1.0, lr, self.applied_updates + 1))
         plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
         pending, self._pending = self._pending, None
         schedule = self._schedule(plan, updating=pending is not None)

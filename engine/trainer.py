@@ -114,10 +114,6 @@ class _Run:
         directory.write_config(config)
         identity.write(state["run_id"])
         units = find_units(model)
-        rows = open_rows(
-            config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed
-        )
-        checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
         device = Device(config.train.device)
         plan, layout = make_plan(
             config.tiers,
@@ -129,13 +125,19 @@ class _Run:
             device_in_host=not device.is_cuda,
             available_bytes=memory.memory_budget().available_bytes,
         )
+        # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
+        weights = assemble.plan_weights(config, model)
         assemble.check_space(config, plan, run_dir)
+        rows = open_rows(
+            config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed
+        )
+        checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
         tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]})
         if tier is not None:
             parts.callback(tier.close)
         store = assemble.build_store(config, layout, plan, tier, device, config.train.debug)
         parts.callback(store.close)
-        origin = assemble.fill_state(config, model, units, layout, store, snapshot, device)
+        origin = assemble.fill_state(config, model, units, layout, store, snapshot, weights, device)
         runtime = assemble.build_runtime(
             config, model, units, layout, plan, store, device, state["applied_updates"]
         )
@@ -161,19 +163,21 @@ class _Run:
         )  # dropout: a function of (seed, step)
         outcome = self.runtime.step(batch)
         self.step += 1
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if outcome.verdict.skipped else 0
+        if batch.trained_tokens:  # a step without any says nothing of the gradients
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if outcome.verdict.skipped else 0
         self.skipped_total += outcome.verdict.skipped
         return self._record(outcome, batch, time.perf_counter() - begin)
 
     def check_skips(self) -> None:
-        """Raises TrainingStopped after too many skipped steps in a row."""
-        limit = self.config.optimizer.max_skipped_in_a_row
-        if self.skipped_in_a_row >= limit:
+        """Raises TrainingStopped after too many skipped steps in a row; what was learnt before is saved."""
+        if self.skipped_in_a_row >= self.config.optimizer.max_skipped_in_a_row:
             self.summary.stopped = (
-                f"{limit} steps in a row had a gradient that is not finite (steps {self.step - limit + 1} to "
-                f"{self.step}; {self.skipped_total} skipped in all); weights and optimizer are those after "
-                f"{self.runtime.applied_updates} updates"
+                f"{self.skipped_in_a_row} steps in a row, the last of them step {self.step}, had a gradient "
+                f"that is not finite ({self.skipped_total} skipped in all); weights and optimizer are those "
+                f"after {self.runtime.applied_updates} updates"
             )
+            if self.config.checkpoint.at_end or self.config.checkpoint.every_steps is not None:
+                self.save()
             self.directory.write_result(self.summary)
             raise TrainingStopped(
                 f"{self.summary.stopped}. Lower optimizer.lr or look at the data of these steps; "
@@ -278,7 +282,7 @@ def _report(
         TORCH_DTYPES[units.embed.dtype],
         assemble.update_threads(config),
         tier.backend if tier else None,
-        root,
+        root / assemble.STATE_FOLDER if root is not None else None,
     )
     bound = step_bound(
         rates,

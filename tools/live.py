@@ -26,7 +26,7 @@ def step_line(metrics: StepMetrics, last_step: int, bound_s: float | None, colum
     """
     parts = [
         f"{metrics.step}/{last_step}",
-        f"loss {metrics.loss:#.4g}",
+        f"loss {metrics.loss:#.4g}" if metrics.trained_tokens else "no trained token",
         f"norm {metrics.grad_norm:.3g}",
         f"{count(metrics.tokens_per_s)} tok/s",
         f"{metrics.step_s:.3g} s",
