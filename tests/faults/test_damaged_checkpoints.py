@@ -1,0 +1,95 @@
+"""A checkpoint with a wrong bit, a missing or a short file is refused by name, by every command that reads
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command import Command, nothing_is_half_made, nothing_is_locked, use_drive
+from support.runs import final_planes, make_run, train
+
+from tierstream.engine.config import RunConfig
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return Command(capsys, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A finished run of two steps with a checkpoint after each."""
+    config = make_run(tmp_path_factory.mktemp("finished"), steps=2)
+    config.checkpoint.every_steps = 1
+    train(config)
+    return config
+
+
+def flip_a_bit(file: Path) -> None:
+    """In the middle of the file; its size stays."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("plane", ["weight", "master_low", "exp_avg", "exp_avg_sq"])
+def test_a_flipped_bit_in_a_checkpoint_is_refused(
+    command: Command, tmp_path: Path, two_checkpoints: RunConfig, plane: str
+) -> None:
+    """By resume, verify and export; the drive is free again, and a sound checkpoint resumes to the bit."""
+    config = make_run(tmp_path, steps=2)
+    use_drive(config, tmp_path / "drive")
+    kept = Path(two_checkpoints.run_dir) / "checkpoints"
+    damaged = tmp_path / "damaged"
+    shutil.copytree(kept / "step-00000001", damaged)
+    chunk = damaged / "layers.1" / plane / "c" / "0"
+    flip_a_bit(chunk)
+    config.checkpoint.resume = str(damaged)
+    command.refused_train(
+        config, said=[str(chunk), f"plane layers.1/{plane} has CRC-32C", "another checkpoint"]
+    )
+    nothing_is_half_made(config)
+    nothing_is_locked(config)
+    readers = [["verify", str(damaged)]]
+    if plane == "weight":  # the only plane that an export in bf16 reads
+        readers.append(["export", str(damaged), str(tmp_path / "exported")])
+    for args in readers:
+        command.refused(*args, said=[str(chunk), f"plane layers.1/{plane} has CRC-32C"])
+    assert not (tmp_path / "exported").exists()
+    config.checkpoint.resume = str(kept / "step-00000001")
+    assert command.train(config)[::2] == (0, "")
+    same = final_planes(config)
+    expected = final_planes(two_checkpoints)
+    assert same.keys() == expected.keys()
+    assert [key for key in same if same[key].tobytes() != expected[key].tobytes()] == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), ["is incomplete", "manifest.json is missing"]),
+        (lambda path: (path / "embed/weight/c/1").unlink(), ["is incomplete", "embed/weight/c/1 is missing"]),
+        (lambda path: os.truncate(path / "embed/weight/c/1", 4096), ["is damaged", "has 4096 bytes", "8192"]),
+        (lambda path: flip_a_bit(path / "manifest.json"), ["manifest.json"]),
+        (lambda path: shutil.rmtree(path), ["there is no such directory"]),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused(
+    command: Command,
+    tmp_path: Path,
+    two_checkpoints: RunConfig,
+    spoil: Callable[[Path], None],
+    said: list[str],
+) -> None:
+    config = make_run(tmp_path, steps=2)
+    copy = tmp_path / "copy"
+    shutil.copytree(Path(two_checkpoints.run_dir) / "checkpoints" / "step-00000001", copy)
+    spoil(copy)
+    config.checkpoint.resume = str(copy)
+    command.refused_train(config, said=[str(copy), *said])
+    assert not Path(config.run_dir).exists()
