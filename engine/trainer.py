@@ -154,13 +154,13 @@ class _Run:
         begin = time.perf_counter()
         packed = self.rows.batch(self.step, config.train.rows_per_step)
         device = self.runtime.device.torch_device
-        batch = Batch(
-            *(torch.from_numpy(a).to(device) for a in (packed.input_ids, packed.labels, packed.position_ids)),
-            trained_tokens=packed.trained_tokens,
+        ids, labels, positions = (
+            torch.from_numpy(array).to(device)
+            for array in (packed.input_ids, packed.labels, packed.position_ids)
         )
-        torch.manual_seed(
-            (config.train.seed * 1_000_003 + self.step) % 2**63
-        )  # dropout: a function of (seed, step)
+        batch = Batch(ids, labels, positions, packed.trained_tokens)
+        # Random numbers (dropout) are a function of (seed, step): a resumed run needs no generator state.
+        torch.manual_seed((config.train.seed * 1_000_003 + self.step) % 2**63)
         outcome = self.runtime.step(batch)
         self.step += 1
         if batch.trained_tokens:  # a step without any says nothing of the gradients
