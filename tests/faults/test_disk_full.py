@@ -1,0 +1,260 @@
+"""Drives that are full, or fail: said at the start where it can be known, else a clean stop. The last
+checkpoint is whole, and once there is room the run goes on from it to the same bits.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import transformers
+from support.command import Command, nothing_is_half_made, nothing_is_locked, use_drive
+from support.drive_kinds import open_descriptors, small_ext4
+from support.faults import Call, Fault, FaultySyscalls
+from support.runs import final_planes, make_run, records, train
+
+from tierstream.engine import trainer
+from tierstream.engine.bound import Rates, measure_rates
+from tierstream.engine.checkpoint import checkpoints
+from tierstream.engine.config import RunConfig
+from tierstream.io import seam
+
+STEPS = 4
+#: 10 MB of state.
+WIDE = 2000
+
+
+@pytest.fixture(autouse=True)
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is not measured: that takes longer than these runs."""
+    rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
+    monkeypatch.setattr(trainer, "measure_rates", lambda *_: rates)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    """Threads and files of a run that failed are gone when its command has ended."""
+    threads, files = set(threading.enumerate()), open_descriptors()
+    yield
+    assert [t.name for t in threading.enumerate() if t not in threads and t.name != "tqdm_monitor"] == []
+    assert [name for name in open_descriptors() if name not in files and "tierstream" in name] == []
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return Command(capsys, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[dict]]:
+    """(planes after the last step, records) of the run that nothing happens to."""
+    config = make_run(tmp_path_factory.mktemp("unharmed"), steps=STEPS)
+    train(config)
+    return final_planes(config), records(config)
+
+
+def make(folder: Path) -> RunConfig:
+    """With its state on a drive and a checkpoint after every step."""
+    config = make_run(folder, steps=STEPS)
+    use_drive(config, folder / "state")
+    config.checkpoint.every_steps = 1
+    return config
+
+
+def goes_on(command: Command, config: RunConfig, unharmed: tuple[dict, list[dict]]) -> None:
+    """`checkpoint.resume auto` ends where the unharmed run ended, to the bit."""
+    config.checkpoint.resume = "auto"
+    assert command.train(config)[::2] == (0, "")
+    planes, expected = unharmed
+    assert [(m["step"], m["loss"], m["grad_norm"]) for m in records(config)] == [
+        (m["step"], m["loss"], m["grad_norm"]) for m in expected
+    ]
+    ours = final_planes(config)
+    assert ours.keys() == planes.keys()
+    assert [key for key in planes if ours[key].tobytes() != planes[key].tobytes()] == []
+
+
+def only_whole_checkpoints(command: Command, config: RunConfig, newest: int) -> None:
+    """The newest is that of step `newest`; each opens, and each of its bytes is right."""
+    directory = Path(config.run_dir) / "checkpoints"
+    found = checkpoints(directory)
+    assert [step for step, _ in found] == [newest - 1, newest]
+    assert sorted(entry.name for entry in directory.iterdir()) == [path.name for _, path in found]
+    for _, path in found:
+        status, out, err = command.run("verify", str(path))
+        assert (status, err) == (0, "")
+        assert "every checksum is right" in out
+
+
+@contextmanager
+def small_drive(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A drive of its own, which nobody uses any more when the block ends."""
+    with small_ext4(folder, nbytes) as drive:
+        try:
+            yield drive
+        finally:
+            gc.collect()  # tokens stay mapped into memory for as long as the run's objects live
+    assert not drive.is_mount()
+
+
+def fill(directory: Path, leave_bytes: int = 0) -> Path:
+    """Take the space of a drive but for `leave_bytes`, from outside."""
+    filler = directory / "filler"
+    usage = os.statvfs(directory)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, usage.f_bavail * usage.f_frsize - leave_bytes))
+        for block_bytes in () if leave_bytes else (65536, 1024):  # what ext4 keeps for root as well
+            with suppress(OSError):
+                while os.write(file.fileno(), bytes(block_bytes)):
+                    os.fsync(file.fileno())
+    left = os.statvfs(directory)
+    assert left.f_bavail * left.f_frsize <= leave_bytes
+    return filler
+
+
+def once(happens: Callable[[Call], bool], action: Callable[[], object]) -> Fault:
+    """Does `action` before the first call that `happens`."""
+    lock, waiting = threading.Lock(), [True]
+
+    def fault(call: Call) -> None:
+        with lock:
+            if not (waiting and happens(call)):
+                return
+            waiting.clear()
+        action()
+
+    return fault
+
+
+@pytest.mark.parametrize("place", ["state", "checkpoints"])
+def test_a_drive_that_is_too_small_is_refused_with_both_numbers(
+    command: Command, tmp_path: Path, place: str
+) -> None:
+    """C27: before a byte of state is written; the need is at least that of the state."""
+    config = make_run(tmp_path, steps=1, intermediate_size=WIDE)
+    with small_drive(tmp_path, 8 << 20) as drive:
+        if place == "state":
+            use_drive(config, drive).joinpath("precious").write_text("not ours")
+        else:
+            config.run_dir = str(drive / "run")
+        command.refused_train(config, [str(drive), "No space left on device", "free space"])
+        _, _, err = command.train(config)
+        found = re.search(r"\((\d+) bytes\) are needed there, .* \((\d+) bytes\) are free", err)
+        assert found is not None, err
+        usage = os.statvfs(drive)
+        need_bytes, free_bytes = map(int, found.groups())
+        assert free_bytes == usage.f_bavail * usage.f_frsize
+        architecture = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+        parameters = transformers.AutoModelForCausalLM.from_config(architecture).num_parameters()
+        assert need_bytes > free_bytes
+        spilled_nbytes = 4 if place == "state" else 0  # of gradients; there is hardly any DRAM
+        assert 12 + spilled_nbytes < need_bytes / parameters < 1.1 * (12 + spilled_nbytes)
+        nothing_is_half_made(config)
+        nothing_is_locked(config)
+        if place == "state":
+            assert sorted(entry.name for entry in drive.iterdir()) == ["lost+found", "precious"]
+
+
+def test_a_drive_with_just_enough_room_is_enough(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing beside the state takes space there: the measurement of the drive makes way."""
+    config = make_run(tmp_path, steps=2, intermediate_size=WIDE)
+    monkeypatch.setattr(trainer, "measure_rates", measure_rates)
+    with small_drive(tmp_path, 24 << 20) as drive:
+        use_drive(config, drive)
+        assert command.train(config)[::2] == (0, "")
+        assert [record["bytes_written"]["nvme"] > 0 for record in records(config)] == [True, True]
+
+
+@pytest.mark.parametrize("when", ["before", "pages", "manifest"])
+def test_a_drive_filled_from_outside_stops_the_run_cleanly(
+    command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]], when: str
+) -> None:
+    """C27: while the checkpoint of step 3 is written."""
+    config = make(tmp_path)
+    with small_drive(tmp_path, 24 << 20) as drive:
+        config.run_dir = str(drive / "run")
+        moments: dict[str, Callable[[Call], bool]] = {
+            "before": lambda call: call.name == "mkdir" and call.path.endswith("step-00000003.tmp"),
+            "pages": lambda call: call.name == "posix_fallocate" and "3.tmp/layers.1/exp_avg/" in call.path,
+            "manifest": lambda call: call.name == "open" and "3.tmp/manifest.json" in call.path,
+        }
+        leave_bytes = 600 << 10 if when == "before" else 0
+        faults = FaultySyscalls(once(moments[when], lambda: fill(drive, leave_bytes)))
+        with seam.injected(faults):
+            said = [f"{config.run_dir}/checkpoints/step-00000003.tmp", "No space left on device"]
+            command.refused_train(config, said + (["are needed there"] if when == "before" else []))
+        only_whole_checkpoints(command, config, newest=2)
+        nothing_is_locked(config)
+        (drive / "filler").unlink()
+        goes_on(command, config, unharmed)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("number", "name", "plane"),
+    [
+        (errno.ENOSPC, "pwritev", "exp_avg"),
+        (errno.EIO, "pwritev", "weight"),
+        (errno.EIO, "pwritev", "grad"),
+        (errno.EIO, "pwritev", "activation"),
+        (errno.EIO, "preadv", "weight"),
+        (errno.EIO, "preadv", "exp_avg_sq"),
+        (errno.EIO, "preadv", "grad"),
+    ],
+)
+def test_a_failing_drive_stops_the_step_that_needs_it(
+    command: Command,
+    tmp_path: Path,
+    unharmed: tuple[dict, list[dict]],
+    number: int,
+    name: str,
+    plane: str,
+) -> None:
+    """Whichever thread meets the failure, none hangs; after the checkpoint of step 2, in the middle of step
+    3.
+    """
+    config = make(tmp_path)
+    armed = threading.Event()
+    failed: list[str] = []
+    inside = re.compile(f"/tierstream-state/.*/{plane}/c/")
+
+    def fault(call: Call) -> None:
+        if call.name == "rename" and call.path.endswith("checkpoints/step-00000002"):
+            armed.set()
+        if armed.is_set() and call.name == name and inside.search(call.path):
+            failed.append(call.path)
+            raise OSError(number, os.strerror(number))
+
+    with seam.injected(FaultySyscalls(fault)):
+        verb = "writing" if name == "pwritev" else "reading"
+        said = [f"{verb} {tmp_path}/state/tierstream-state/", f"/{plane}/c/", f"errno {number}"]
+        command.refused_train(config, said)
+    assert failed
+    only_whole_checkpoints(command, config, newest=2)
+    assert [m["step"] for m in records(config)] in ([1, 2], [1, 2, 3])
+    nothing_is_locked(config)
+    goes_on(command, config, unharmed)
+
+
+def test_no_room_for_what_spills(command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]]) -> None:
+    """Files of gradients and activations are made when DRAM first runs short, in the middle of a step."""
+    config = make(tmp_path)
+
+    def fault(call: Call) -> None:
+        if call.name == "posix_fallocate" and "/grad/c/" in call.path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with seam.injected(FaultySyscalls(fault)):
+        command.refused_train(config, [f"creating {tmp_path}/state/", "/grad/c/", "No space left on device"])
+    nothing_is_half_made(config)
+    nothing_is_locked(config)
+    goes_on(command, config, unharmed)
