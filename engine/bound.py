@@ -126,14 +126,17 @@ def step_bound(
 
 
 def measure_rates(
-    device: Device, dtype: torch.dtype, threads: int, backend: Backend | None, directory: Path | None
+    device: Device, dtype: torch.dtype, threads: int, backend: Backend | None, directories: Sequence[Path]
 ) -> Rates:
-    """Measure this machine in about two seconds: matrix product, upload, AdamW, and the drive through the
+    """Measure this machine in about two seconds: matrix product, upload, AdamW, and the drives through the
     run's own backend.
+
+    Args:
+        directories: the state's folders. Those on one drive are measured once.
     """
     drive: _DriveRates = (None, None, None, None)
-    if backend is not None and directory is not None:
-        drive = _drive_rates(backend, directory)
+    if backend is not None:
+        drive = _together([_drive_rates(backend, path) for path in _one_per_drive(directories)])
     return Rates(
         flop_per_s=_matmul_rate(device, dtype),
         upload=_upload_rate(device) if device.is_cuda else None,
@@ -225,6 +228,19 @@ def _drive_rates(backend: Backend, directory: Path) -> _DriveRates:
         read_s = _best_seconds(lambda: wait(read(1)), rounds=2)
         mixed_s = _best_seconds(lambda: wait(read(1) + write(0)), rounds=2)
     return _PROBE_BYTES / read_s, _PROBE_BYTES / write_s, _PROBE_BYTES / mixed_s, _PROBE_BYTES / mixed_s
+
+
+def _one_per_drive(directories: Sequence[Path]) -> list[Path]:
+    return list({path.stat().st_dev: path for path in reversed(directories)}.values())
+
+
+def _together(drives: Sequence[_DriveRates]) -> _DriveRates:
+    """What several drives give side by side: each carries the same bytes, so the slowest sets the pace."""
+    known = [[rate for rate in rates if rate is not None] for rates in zip(*drives, strict=True)]
+    if not drives or any(len(rates) < len(drives) for rates in known):
+        return None, None, None, None
+    read, write, read_mixed, write_mixed = (len(drives) * min(rates) for rates in known)
+    return read, write, read_mixed, write_mixed
 
 
 def _aligned_block() -> np.ndarray:

@@ -276,13 +276,13 @@ def _report(
     """What is known before step 0, with the bound of a step from rates measured here."""
     frames = plan.dram_bytes // plan.page_bytes
     reads, writes = drive_traffic(runtime.steady_schedule, frames) if tier is not None else (0, 0)
-    root = Path(config.tiers.nvme_dirs[0]) if config.tiers.nvme_dirs else None
+    roots = [Path(name) for name in config.tiers.nvme_dirs or []]
     rates = measure_rates(
         device,
         TORCH_DTYPES[units.embed.dtype],
         assemble.update_threads(config),
         tier.backend if tier else None,
-        root / assemble.STATE_FOLDER if root is not None else None,
+        [root / assemble.STATE_FOLDER for root in roots],
     )
     bound = step_bound(
         rates,
@@ -317,7 +317,5 @@ def _report(
         dtypes=dtypes | {"gradient sum": "float32"},
         tiers=tuple(tiers),
         bound_s=bound.seconds,
-        paths={str(root): str(tier.backend.transfer_path(root))}
-        if tier is not None and root is not None
-        else {},
+        paths={str(root): str(tier.backend.transfer_path(root)) for root in roots} if tier else {},
     )
