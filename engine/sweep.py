@@ -135,13 +135,13 @@ class Sweep:
         self._embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         self._anchor = torch.zeros((), requires_grad=True)
         norm = _final_norm(model)
-        self._head = Head(norm, output, Binding(model, [norm, output], units.head), loss_chunk_tokens)
+        self._head_binding = Binding(model, [norm, output], units.head)
+        self._head = Head(norm, output, self._head_binding, loss_chunk_tokens)
         self._embedding_binding = Binding(model, [self._embedding], units.embed)
         self._layer_bindings = [
             Binding(model, [layer], unit)
             for layer, unit in zip(self._decoder.layers, units.layers, strict=True)
         ]
-        self._head_binding = Binding(model, [norm, output], units.head)
         self._embedding_rows = type(self._embedding).forward.__get__(self._embedding)
         self._replace_forwards(norm)
         self.uses = self._list_uses()
