@@ -177,12 +177,13 @@ def test_closing_waits_for_transfers_under_way(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_many_chunk_files_with_few_file_handles(tmp_path: Path) -> None:
-    """A request of 200 pages where the process may open 64 files."""
+    """A request of 200 pages where the process may open 64 files beside those it has open already."""
     import resource
 
     layout = uniform_layout(400)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, hard))
     try:
         backend = PosixBackend(threads=4)
         with make(tmp_path, backend, frames=200, layout=layout, prefetch=100) as store:
