@@ -149,7 +149,7 @@ class Runtime:
             bytes_written={"gpu": up.bytes_up, "dram": down.bytes_down, "nvme": store.nvme_bytes_written},
             hits={"gpu": up.hits, "dram": store.hits + store.prefetched},
             misses={"gpu": up.misses, "dram": store.misses},
-            wait_s={"nvme_read": store.read_wait_s, "dram_frame": store.frame_wait_s},
+            wait_s={"page": store.read_wait_s, "frame": store.frame_wait_s},
         )
 
     def close(self) -> None:

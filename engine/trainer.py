@@ -70,7 +70,8 @@ class Trainer:
                 if (every is not None and run.step % every == 0) or (last and config.checkpoint.at_end):
                     run.save()
             run.runtime.flush()
-            run.directory.write_result(run.summary)
+            if run.summary.last_step is not None:  # else nothing was left to do, and the result stands
+                run.directory.write_result(run.summary)
         self.observer.on_end(run.summary)
         return run.summary
 
