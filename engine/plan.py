@@ -183,8 +183,8 @@ def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_byt
     if config.nvme_dirs is not None and budget < min(_FRAMES_MIN * page, everything):
         raise BudgetError(
             f"tiers.dram is {format_bytes(config.dram or budget)}: {budget // page} pages of "
-            f"{format_bytes(page)}, and at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(_FRAMES_MIN * page)}, or "
-            "lower tiers.page"
+            f"{format_bytes(page)}, and at least {_FRAMES_MIN} are needed; raise tiers.dram to "
+            f"{format_bytes(_FRAMES_MIN * page)}, or lower tiers.page"
         )
     return budget
 
