@@ -5,6 +5,7 @@ parts.
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from contextlib import ExitStack
@@ -145,6 +146,8 @@ class _Run:
         parts.callback(runtime.close)
         observer.on_event(f"data: {rows.store.origin}")
         observer.on_event(f"state: {origin}")
+        left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
+        observer.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
         run = cls(config, observer, directory, rows, runtime, state | {"settings": settings})
         observer.on_plan(_report(config, units, layout, plan, runtime, tier, device, run.step))
         return run
