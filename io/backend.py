@@ -19,6 +19,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 BACKENDS = ("auto", "posix", "kvikio")
 DEFAULT_THREADS = 8
 DEFAULT_TASK_BYTES = 4 << 20
+DEFAULT_QUEUE_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,11 @@ class Counter:
 
 
 def open_backend(
-    name: str = "auto", *, threads: int = DEFAULT_THREADS, task_bytes: int = DEFAULT_TASK_BYTES
+    name: str = "auto",
+    *,
+    threads: int = DEFAULT_THREADS,
+    task_bytes: int = DEFAULT_TASK_BYTES,
+    queue_depth: int = DEFAULT_QUEUE_DEPTH,
 ) -> Backend:
     """Opens the backend `name`: "posix", "kvikio", or "auto", which is kvikio where it and a CUDA device are
     there, else posix.
@@ -142,6 +147,7 @@ def open_backend(
     Args:
         threads: worker threads; also the number of transfers in flight at a time.
         task_bytes: longer requests are cut into tasks of this size.
+        queue_depth: requests that are begun and not ended at most; later ones wait for their turn.
 
     Raises:
         ConfigError: an unknown name, or kvikio cannot be used here (with the reason and the remedy).
@@ -153,5 +159,5 @@ def open_backend(
     if name not in BACKENDS:
         raise ConfigError(f"unknown I/O backend {name!r}; choose one of {', '.join(BACKENDS)}")
     if name == "kvikio" or (name == "auto" and cuda_device_present() and not kvikio_problem()):
-        return KvikioBackend(threads=threads, task_bytes=task_bytes)
-    return PosixBackend(threads=threads, task_bytes=task_bytes)
+        return KvikioBackend(threads=threads, task_bytes=task_bytes, queue_depth=queue_depth)
+    return PosixBackend(threads=threads, task_bytes=task_bytes, queue_depth=queue_depth)

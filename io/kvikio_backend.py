@@ -17,6 +17,7 @@ from typing import Any
 
 from tierstream.io import seam
 from tierstream.io.backend import (
+    DEFAULT_QUEUE_DEPTH,
     DEFAULT_TASK_BYTES,
     DEFAULT_THREADS,
     Buffer,
@@ -66,32 +67,36 @@ def kvikio_problem() -> str:
 
 
 class _Settings:
-    """kvikio's settings and threads, one set per process: the first backend's, until the last is closed."""
+    """kvikio's settings and its one pool of threads per process: as many as all open backends together work
+    with. Bounce buffers are as large as the largest task.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
+        self._users: list[tuple[int, int]] = []
         self._previous: AbstractContextManager[None] | None = None
 
     def enter(self, defaults: Any, threads: int, task_bytes: int) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._previous = defaults.set(
-                    {
-                        "num_threads": threads,
-                        "task_size": task_bytes,
-                        "bounce_buffer_size": task_bytes,
-                        "auto_direct_io_read": True,
-                        "auto_direct_io_write": True,
-                    }
-                )
+            self._users.append((threads, task_bytes))
+            largest = max(task for _, task in self._users)
+            change = defaults.set(
+                {
+                    "num_threads": sum(count for count, _ in self._users),
+                    "task_size": largest,
+                    "bounce_buffer_size": largest,
+                    "auto_direct_io_read": True,
+                    "auto_direct_io_write": True,
+                }
+            )
+            self._previous = self._previous or change
 
-    def leave(self) -> None:
+    def leave(self, threads: int, task_bytes: int) -> None:
         with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._previous is not None:
+            self._users.remove((threads, task_bytes))
+            if not self._users and self._previous is not None:
                 self._previous.__exit__(None, None, None)
+                self._previous = None
 
 
 _SETTINGS = _Settings()
@@ -101,9 +106,9 @@ class KvikioBackend:
     """The backend "kvikio".
 
     Args:
-        threads: worker threads here, and of kvikio's pool (there by the first backend of the process that is
-            open).
+        threads: worker threads here, and as many more in kvikio's pool.
         task_bytes: longer requests are cut into tasks of this size.
+        queue_depth: requests begun and not ended at most.
 
     Raises:
         ConfigError: kvikio cannot be used on this machine.
@@ -111,7 +116,13 @@ class KvikioBackend:
 
     name = "kvikio"
 
-    def __init__(self, *, threads: int = DEFAULT_THREADS, task_bytes: int = DEFAULT_TASK_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int = DEFAULT_THREADS,
+        task_bytes: int = DEFAULT_TASK_BYTES,
+        queue_depth: int = DEFAULT_QUEUE_DEPTH,
+    ) -> None:
         problem = kvikio_problem()
         if problem:
             raise ConfigError(f"the I/O backend kvikio cannot be used: {problem}")
@@ -121,7 +132,7 @@ class KvikioBackend:
         _SETTINGS.enter(self._defaults, threads, task_bytes)
         # Opening a file there first gives errors with their errno, and tells whether direct I/O works on it.
         self.posix = PosixBackend(threads=1)
-        self.pool = TaskPool("kvikio", threads, task_bytes)
+        self.pool = TaskPool("kvikio", threads, task_bytes, queue_depth)
         self.counter = Counter()
         # A CuFile holds two descriptors: one with O_DIRECT, one without.
         self.handles: HandleCache[KvikioFile, Any] = HandleCache(handle_limit(2), _close_handle)
@@ -164,7 +175,7 @@ class KvikioBackend:
         self.pool.close()
         self.handles.close()
         self.posix.close()
-        _SETTINGS.leave()
+        _SETTINGS.leave(self.pool.threads, self.pool.task_bytes)
 
 
 class KvikioFile(ThreadedFile):

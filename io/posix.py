@@ -21,6 +21,7 @@ import numpy as np
 
 from tierstream.io import seam
 from tierstream.io.backend import (
+    DEFAULT_QUEUE_DEPTH,
     DEFAULT_TASK_BYTES,
     DEFAULT_THREADS,
     Buffer,
@@ -48,6 +49,7 @@ class PosixBackend:
     Args:
         threads: worker threads.
         task_bytes: longer requests are cut into tasks of this size.
+        queue_depth: requests begun and not ended at most.
         direct: False keeps to the page cache (comparison runs).
     """
 
@@ -58,10 +60,11 @@ class PosixBackend:
         *,
         threads: int = DEFAULT_THREADS,
         task_bytes: int = DEFAULT_TASK_BYTES,
+        queue_depth: int = DEFAULT_QUEUE_DEPTH,
         direct: bool = True,
     ) -> None:
         self.refusal = "" if direct else "direct I/O is switched off"
-        self.pool = TaskPool("posix", threads, task_bytes)
+        self.pool = TaskPool("posix", threads, task_bytes, queue_depth)
         self.counter = Counter()
         self.bounce = BounceBuffers()
         self.descriptors: HandleCache[tuple[PosixFile, bool], int] = HandleCache(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -12,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tierstream.io.backend import Buffer
+from tierstream.io.backend import DEFAULT_QUEUE_DEPTH, Buffer
 from tierstream.io.errors import InvariantError
 from tierstream.io.seam import HostBytes
 from tierstream.io.transfer import Direction
+from tierstream.io.watchdog import Watchdog
 
 
 class _Request:
@@ -25,16 +27,18 @@ class _Request:
     buffer. The first error wins, and tasks that have not begun by then are skipped.
     """
 
-    def __init__(self, nbytes: int, tasks: int, on_end: Callable[[], None]) -> None:
+    def __init__(self, nbytes: int, tasks: Sequence[Callable[[], None]], on_end: Callable[[], None]) -> None:
         self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()  # a running future refuses cancel(): the buffer is in use
+        self.tasks = tasks
         self._nbytes = nbytes
-        self._unfinished = tasks
+        self._unfinished = len(tasks)
         self._on_end = on_end
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def run(self, task: Callable[[], None]) -> None:
+    def run(self, task: Callable[[], None]) -> bool:
+        """Whether this was the last one."""
         error: BaseException | None = None
         if self._error is None:
             try:
@@ -44,11 +48,9 @@ class _Request:
         with self._lock:
             self._error = self._error or error
             self._unfinished -= 1
-            last = self._unfinished == 0
-        if last:
-            self._resolve()
+            return self._unfinished == 0
 
-    def _resolve(self) -> None:
+    def resolve(self) -> None:
         try:
             self._on_end()
         except BaseException as raised:
@@ -60,20 +62,28 @@ class _Request:
 
 
 class TaskPool:
-    """Worker threads and the rule by which requests are cut.
+    """Worker threads, the rule by which requests are cut, and how many requests they work on at a time.
 
     Args:
         name: prefix of the threads' names.
         threads: number of worker threads.
         task_bytes: bytes moved by one task at most.
+        queue_depth: requests begun and not ended at most; later ones wait for their turn.
     """
 
-    def __init__(self, name: str, threads: int, task_bytes: int) -> None:
-        if threads < 1 or task_bytes < 1:
-            raise InvariantError(f"threads={threads} and task_bytes={task_bytes} must be positive")
+    def __init__(
+        self, name: str, threads: int, task_bytes: int, queue_depth: int = DEFAULT_QUEUE_DEPTH
+    ) -> None:
+        if min(threads, task_bytes, queue_depth) < 1:
+            raise InvariantError(f"{threads=}, {task_bytes=} and {queue_depth=} must be positive")
         self.threads = threads
         self.task_bytes = task_bytes
+        self.queue_depth = queue_depth
+        self.watchdog = Watchdog()
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"tierstream-{name}")
+        self._waiting: deque[_Request] = deque()
+        self._begun = 0
+        self._idle = threading.Condition()
 
     def submit(
         self,
@@ -93,14 +103,39 @@ class TaskPool:
         step = max(align_bytes, self.task_bytes // align_bytes * align_bytes)
         first = offset - offset % align_bytes + step - offset
         cuts = [0, *range(first, nbytes, step), nbytes]
-        request = _Request(nbytes, len(cuts) - 1, on_end)
-        for start, stop in pairwise(cuts):
-            self._executor.submit(request.run, partial(move, start, stop))
+        tasks = [partial(move, start, stop) for start, stop in pairwise(cuts)]
+        request = _Request(nbytes, tasks, on_end)
+        with self._idle:
+            if self._begun == self.queue_depth:
+                self._waiting.append(request)
+                return request.future
+            self._begun += 1
+        self._begin(request)
         return request.future
 
     def close(self) -> None:
         """Waits for the requests under way, then ends the threads."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._begun)
         self._executor.shutdown(wait=True)
+        self.watchdog.close()
+
+    def _begin(self, request: _Request) -> None:
+        for task in request.tasks:
+            self._executor.submit(self._run, request, task)
+
+    def _run(self, request: _Request, task: Callable[[], None]) -> None:
+        if not request.run(task):
+            return
+        # The next request begins before this one is reported: the drive does not wait for who reads that.
+        with self._idle:
+            following = self._waiting.popleft() if self._waiting else None
+            if following is None:
+                self._begun -= 1
+                self._idle.notify_all()
+        if following is not None:
+            self._begin(following)
+        request.resolve()
 
 
 class ThreadedFile(ABC):
@@ -139,7 +174,8 @@ class ThreadedFile(ABC):
             self._requests += 1
 
         def move(start: int, stop: int) -> None:
-            self._move(direction, view[start:stop], offset + start)
+            with self._pool.watchdog.watching(f"{direction.value} {self.path} at byte {offset + start}"):
+                self._move(direction, view[start:stop], offset + start)
 
         return self._pool.submit(
             move, offset, nbytes, align_bytes=self._align_bytes, on_end=self._request_ended
