@@ -7,15 +7,14 @@ GiB is the difference between a run that fits and one that does not.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstream.io.errors import BudgetError, InvariantError
+from tierstream.io.errors import InvariantError
+from tierstream.tiered.host_memory import allocate
 from tierstream.tiered.layout import PAGE_ALIGN_BYTES
 
 Register = Callable[[int, int], None]
@@ -28,7 +27,7 @@ POISON = 0xFF
 
 
 class Arena:
-    """One anonymous mapping of `sum(frame_bytes)` bytes.
+    """One block of `sum(frame_bytes)` bytes, resident from the start.
 
     Args:
         frame_bytes: size of each frame, multiples of 4096.
@@ -42,6 +41,9 @@ class Arena:
         frames: uint8 arrays, one per frame, 4096-aligned.
         pinned: every byte is registered.
         pageable_reason: why it is not, for a warning; empty if pinned or if there was no `register`.
+
+    Raises:
+        BudgetError: the machine or the control group has not that much memory.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Arena:
         self._registered: list[int] = []
         if not self.nbytes:
             return
-        memory = np.frombuffer(_map(self.nbytes), dtype=np.uint8)
+        memory = allocate(self.nbytes)
         self.frames = [
             memory[end - nbytes : end] for end, nbytes in zip(self._ends, frame_bytes, strict=True)
         ]
@@ -118,17 +120,3 @@ class Arena:
 
     def _start(self, index: int) -> int:
         return self._ends[index - 1] if index else 0
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    """An anonymous private mapping, in huge pages where the kernel gives them."""
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError, ValueError) as error:
-        raise BudgetError(
-            f"the system refused to map {nbytes} bytes of host memory ({error}): lower the DRAM budget"
-        ) from error
-    # Best effort: a kernel without transparent huge pages answers EINVAL.
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

@@ -100,14 +100,15 @@ def test_memory_does_not_grow_with_depth() -> None:
     assert peaks[1] <= 1.05 * peaks[0]
 
 
-def test_pinned_arena_is_pinned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frame_bytes", [65536, 33 << 20])
+def test_pinned_arena_is_pinned(frame_bytes: int) -> None:
     from tierstream.engine.device import Device
     from tierstream.tiered.arena import Arena
 
     register, unregister = Device("cuda").pinning()
-    arena = Arena([65536] * 8, register=register, unregister=unregister)
+    arena = Arena([frame_bytes] * 8, register=register, unregister=unregister)
     try:
         assert arena.pinned
-        assert torch.from_numpy(arena.frames[0]).is_pinned()
+        assert all(torch.from_numpy(frame[-4096:]).is_pinned() for frame in arena.frames)
     finally:
         arena.close()
