@@ -58,6 +58,12 @@ class Syscalls:
     def flock(self, fd: int, operation: int) -> None:
         fcntl.flock(fd, operation)
 
+    def fadvise(self, fd: int, offset: int, nbytes: int, advice: int) -> None:
+        os.posix_fadvise(fd, offset, nbytes, advice)
+
+    def ioctl(self, fd: int, request: int, argument: bytearray) -> None:
+        fcntl.ioctl(fd, request, argument)
+
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 

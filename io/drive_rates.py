@@ -1,0 +1,190 @@
+"""What a drive gives, through the very backends that training uses."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tierstream.io.backend import Backend, Buffer, TransferPath, open_backend
+from tierstream.io.errors import ConfigError
+from tierstream.io.measure import Case, Labels, Measurement, Sample
+from tierstream.io.posix import PosixBackend
+from tierstream.io.scratch import forget_cached, incompressible, stamp, sync
+from tierstream.io.workload import Access, blocks, cached_note, run_requests, storage_bytes
+
+ACCESSES: tuple[Access, ...] = ("read", "write", "mixed")
+#: Tunings within this share of the best are as good: the one that costs least is taken.
+_AS_GOOD = 0.97
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """How a drive is worked on.
+
+    Attributes:
+        threads: worker threads: calls under way at a time.
+        task_bytes: bytes of one call; longer requests are cut.
+        queue_depth: requests begun and not ended at most.
+    """
+
+    threads: int
+    task_bytes: int
+    queue_depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One way to use a drive.
+
+    Attributes:
+        access: "read", "write" or "mixed".
+        tuning: a request is one block of `task_bytes`.
+        backend: "posix" or "kvikio".
+        direct: False goes through the page cache (posix).
+        buffer: "host", or "device" (kvikio).
+    """
+
+    access: Access
+    tuning: Tuning
+    backend: str = "posix"
+    direct: bool = True
+    buffer: str = "host"
+
+
+class DriveTarget:
+    """A file on a drive, and settings run on it, each going on in the file where the last one stopped.
+
+    Args:
+        path: an existing file; it is written only by settings that write.
+        nbytes: its size.
+        allocate_device: makes a device buffer of so many bytes, for settings of `buffer` "device".
+    """
+
+    def __init__(
+        self, path: str, nbytes: int, allocate_device: Callable[[int], Buffer] | None = None
+    ) -> None:
+        self.path, self.nbytes = path, nbytes
+        self._allocate_device = allocate_device
+        self._position = 0
+        self._stamps = itertools.count()
+
+    def path_taken(self, setting: Setting) -> TransferPath:
+        """The way that the bytes of this setting take."""
+        backend = _open(setting)
+        try:
+            return backend.transfer_path(self.path, device=setting.buffer == "device")
+        finally:
+            backend.close()
+
+    def run(self, setting: Setting, amount_bytes: int) -> Sample:
+        """Moves about `amount_bytes`, at least four blocks per request under way.
+
+        What is read through the page cache is dropped from it before; what is written is on the drive in the
+        end (fsync).
+
+        Raises:
+            StorageError: a request failed.
+            ConfigError: the file is too small for the setting.
+        """
+        tuning = setting.tuning
+        if self.nbytes < tuning.task_bytes:
+            raise ConfigError(
+                f"{self.path} has {self.nbytes} bytes, less than one block of {tuning.task_bytes}: "
+                "choose smaller blocks or a larger file"
+            )
+        count = max(4 * tuning.queue_depth, amount_bytes // tuning.task_bytes)
+        count += count % 2  # "mixed" is half and half
+        start, self._position = self._position, self._position + count
+        requests = list(
+            blocks(setting.access, self.nbytes, tuning.task_bytes, count, start=start, seed=start)
+        )
+        buffers = [self._buffer(setting, index) for index in range(tuning.queue_depth)]
+        if not setting.direct:
+            forget_cached(self.path)
+        backend = _open(setting)
+        try:
+            file = backend.open(self.path, writable=setting.access != "read")
+            before = storage_bytes()
+            cpu, begin = time.process_time(), time.perf_counter()
+            run_requests(file, requests, buffers, self._stamp if setting.buffer == "host" else None)
+            if setting.access != "read" and not setting.direct:
+                sync(self.path)
+            seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+            after = storage_bytes()
+            file.close()
+        finally:
+            backend.close()
+        amount = count * tuning.task_bytes
+        note = "" if not before or not after else cached_note(setting.access, amount, after[0] - before[0])
+        return Sample(amount, seconds, cpu_s, note)
+
+    def case(self, setting: Setting, amount_bytes: int) -> Case:
+        """The setting as something that `measure` runs."""
+        tuning = setting.tuning
+        labels: Labels = {
+            "access": setting.access,
+            "backend": setting.backend,
+            "path": self.path_taken(setting).name,
+            "buffer": setting.buffer,
+            "block_bytes": tuning.task_bytes,
+            "threads": tuning.threads,
+            "queue_depth": tuning.queue_depth,
+        }
+        return Case(labels, "B", lambda: self.run(setting, amount_bytes))
+
+    def _buffer(self, setting: Setting, seed: int) -> Buffer:
+        if setting.buffer == "host":
+            return incompressible(setting.tuning.task_bytes, seed)
+        if self._allocate_device is None:
+            raise ConfigError("device buffers need a CUDA device")
+        return self._allocate_device(setting.tuning.task_bytes)
+
+    def _stamp(self, buffer: Buffer) -> None:
+        stamp(buffer, next(self._stamps))
+
+
+def _open(setting: Setting) -> Backend:
+    tuning = setting.tuning
+    if setting.backend == "posix":
+        return PosixBackend(
+            threads=tuning.threads,
+            task_bytes=tuning.task_bytes,
+            queue_depth=tuning.queue_depth,
+            direct=setting.direct,
+        )
+    if not setting.direct:
+        raise ConfigError("the page cache is measured with the backend posix")
+    return open_backend(
+        setting.backend,
+        threads=tuning.threads,
+        task_bytes=tuning.task_bytes,
+        queue_depth=tuning.queue_depth,
+    )
+
+
+def best_tuning(measurements: Sequence[Measurement]) -> Tuning:
+    """The cheapest of the tunings that are as good as the best, where a tuning is as good as the worst of its
+    accesses, each as a share of the best rate of that access.
+
+    Args:
+        measurements: of `DriveTarget.case`, of one drive, backend and buffer, with the same accesses for
+            every tuning.
+    """
+    best: dict[str | int, float] = {}
+    for found in measurements:
+        access = found.labels["access"]
+        best[access] = max(best.get(access, 0.0), found.median)
+    share: dict[tuple[int, int, int], float] = {}
+    for found in measurements:
+        key = (
+            int(found.labels["threads"]),
+            int(found.labels["queue_depth"]),
+            -int(found.labels["block_bytes"]),
+        )
+        share[key] = min(share.get(key, 1.0), found.median / best[found.labels["access"]])
+    enough = _AS_GOOD * max(share.values())
+    # Fewest threads, then the shortest queue, then the largest block: least work for the processor.
+    threads, depth, block = min(key for key, value in share.items() if value >= enough)
+    return Tuning(threads=threads, task_bytes=-block, queue_depth=depth)

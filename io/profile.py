@@ -1,0 +1,148 @@
+"""The machine profile: what was measured here once, in a file that training reads.
+
+`tierstream bench --profile machine.json DIR...` writes it. A figure is used only on what it was measured on:
+drives are known by device number and file system, the rest by the names of processor and GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from tierstream.io import mounts, seam
+from tierstream.io.backend import PathLike
+from tierstream.io.drive_rates import Tuning
+from tierstream.io.durable import write_file
+from tierstream.io.errors import ConfigError, storage_errors
+
+FORMAT = 1
+_Section = TypeVar("_Section")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveProfile:
+    """One drive, worked on in its best way. Rates in bytes per second.
+
+    Attributes:
+        directory: where it was measured.
+        device: number of its block device, "major:minor".
+        filesystem: type of its file system.
+        backend: "posix" or "kvikio".
+        tuning: threads, block and queue depth at which the rates were measured.
+        read, write: alone.
+        mixed: both at once, half the bytes each; counts both.
+    """
+
+    directory: str
+    device: str
+    filesystem: str
+    backend: str
+    tuning: Tuning
+    read: float
+    write: float
+    mixed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """What is known of a machine; empty mappings and zeros: not measured.
+
+    Attributes:
+        cpu, gpu: their names.
+        measured: date and time, ISO 8601.
+        drives: every drive once per backend.
+        copy: bytes per second from pinned memory to the GPU ("upload"), back ("download"), and of both at
+            once ("both").
+        update: AdamW with the split master, parameters per second, by number of threads.
+        compute: FLOP per second of a large matrix product, by dtype.
+    """
+
+    cpu: str = ""
+    gpu: str = ""
+    measured: str = ""
+    drives: tuple[DriveProfile, ...] = ()
+    copy: Mapping[str, float] = field(default_factory=dict)
+    update: Mapping[str, float] = field(default_factory=dict)
+    compute: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: PathLike) -> Self:
+        """Reads the file.
+
+        Raises:
+            StorageError: it is missing or cannot be read.
+            ConfigError: it is no profile, or of another format.
+        """
+        name = os.fspath(path)
+        with storage_errors("reading machine profile", name):
+            text = Path(name).read_text(encoding="utf-8")
+        try:
+            plain = json.loads(text)
+            if plain["format"] != FORMAT:
+                raise ValueError(f"its format is {plain['format']}, this version reads {FORMAT}")
+            drives = tuple(
+                _section(DriveProfile, {**drive, "tuning": _section(Tuning, drive["tuning"])})
+                for drive in plain["drives"]
+            )
+            return _section(cls, {**_without_format(plain), "drives": drives})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{name} is not a machine profile ({error}): write it anew with "
+                f"`tierstream bench --profile {name} DIRECTORY...`"
+            ) from error
+
+    def save(self, path: PathLike) -> None:
+        """Writes the file, whole or not at all.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
+        write_file(os.path.abspath(path), f"{text}\n".encode())
+
+    def drive_for(self, directory: PathLike, backend: str) -> DriveProfile | None:
+        """What was measured of the drive that holds the existing `directory`, through this backend."""
+        device, filesystem = drive_identity(directory)
+        for drive in self.drives:
+            if (drive.device, drive.filesystem, drive.backend) == (device, filesystem, backend):
+                return drive
+        return None
+
+    def with_drive(self, drive: DriveProfile) -> MachineProfile:
+        """The profile with this drive in place of what it knew of it."""
+        key = (drive.device, drive.backend)
+        others = [known for known in self.drives if (known.device, known.backend) != key]
+        return replace(self, drives=(*others, drive))
+
+
+def drive_identity(directory: PathLike) -> tuple[str, str]:
+    """(device number "major:minor", file system type) of an existing directory.
+
+    Raises:
+        StorageError: it is missing.
+    """
+    name = os.fspath(directory)
+    with storage_errors("looking at", name):
+        number = seam.current().stat(name).st_dev
+        return f"{os.major(number)}:{os.minor(number)}", mounts.filesystem_of(name)
+
+
+def _without_format(plain: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in plain.items() if key != "format"}
+
+
+def _section(cls: type[_Section], plain: Mapping[str, Any]) -> _Section:
+    """An instance of the dataclass; ValueError names keys too few or too many, and numbers that are none."""
+    known = {entry.name: entry.type for entry in fields(cls)}  # type: ignore[arg-type]
+    if plain.keys() != known.keys():
+        odd = sorted(plain.keys() ^ known.keys())
+        raise ValueError(f"keys {', '.join(odd)} are missing or unknown")
+    for key, kind in known.items():
+        positive = isinstance(plain[key], int | float) and plain[key] > 0
+        if kind in ("float", "int") and not positive:
+            raise ValueError(f"{key} is {plain[key]!r}, not a positive number")
+    return cls(**plain)

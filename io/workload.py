@@ -1,0 +1,118 @@
+"""What a drive is asked to do while it is measured: blocks in order, read, written, or both, with a number of
+requests always under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from tierstream.io.backend import Buffer, File
+from tierstream.io.transfer import Direction
+
+#: "mixed": every other block is read, the rest written.
+Access: TypeAlias = Literal["read", "write", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One block to be moved."""
+
+    direction: Direction
+    offset: int
+    nbytes: int
+
+
+def blocks(
+    access: Access, file_bytes: int, block_bytes: int, count: int, *, start: int = 0, seed: int = 0
+) -> Iterator[Request]:
+    """`count` whole blocks of the file in order, from block number `start` on, beginning anew at its end.
+
+    For "mixed" the reads and writes are half each, in an order that does not repeat.
+    """
+    per_file = file_bytes // block_bytes
+    writes = np.zeros(count, dtype=bool)
+    writes[: {"read": 0, "write": count, "mixed": count // 2}[access]] = True
+    if access == "mixed":
+        np.random.default_rng(seed).shuffle(writes)
+    for index in range(count):
+        direction = Direction.WRITE if writes[index] else Direction.READ
+        yield Request(direction, (start + index) % per_file * block_bytes, block_bytes)
+
+
+def run_requests(
+    file: File,
+    requests: Iterable[Request],
+    buffers: Sequence[Buffer],
+    before_write: Callable[[Buffer], None] | None = None,
+) -> None:
+    """Carries the requests out in order, `len(buffers)` of them under way at any time; returns when all have
+    ended.
+
+    Args:
+        buffers: one per request under way, at least as large as the largest request. Those of host memory are
+            flat uint8 arrays.
+        before_write: is called with the buffer before it is written.
+
+    Raises:
+        StorageError: the first request that failed; none is under way any more.
+    """
+    free: SimpleQueue[int] = SimpleQueue()
+    for index in range(len(buffers)):
+        free.put(index)
+    failures: list[BaseException] = []
+
+    def ended(index: int, future: Future[int]) -> None:
+        error = future.exception()
+        if error is not None:
+            failures.append(error)
+        free.put(index)
+
+    held = 0  # buffers that this thread holds and no request uses
+    try:
+        for request in requests:
+            index = free.get()
+            held += 1
+            if failures:
+                break
+            buffer = buffers[index]
+            if request.direction is Direction.WRITE and before_write is not None:
+                before_write(buffer)
+            move = file.read_into if request.direction is Direction.READ else file.write_from
+            future = move(buffer, request.offset)
+            held -= 1
+            future.add_done_callback(partial(ended, index))
+    finally:
+        for _ in range(len(buffers) - held):
+            free.get()
+    if failures:
+        raise failures[0]
+
+
+def storage_bytes() -> tuple[int, int] | None:
+    """Bytes that this process has had fetched from and sent to storage since its start, page cache excluded
+    (proc_pid_io(5)); None where the kernel does not count them.
+    """
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            counts = dict(line.split(": ") for line in file.read().splitlines())
+    except OSError:
+        return None
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+def cached_note(access: Access, asked_bytes: int, fetched_bytes: int) -> str:
+    """What to say of a reading whose bytes did not all come from the drive; empty where they did."""
+    reads = {"read": asked_bytes, "write": 0, "mixed": asked_bytes // 2}[access]
+    if not reads or fetched_bytes >= 0.95 * reads:
+        return ""
+    return (
+        f"cached: the kernel fetched only {100 * fetched_bytes // reads} % of what was read from storage, "
+        "the rest came from memory"
+    )
