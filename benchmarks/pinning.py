@@ -2,8 +2,8 @@
 
     python benchmarks/pinning.py [--size 48GiB] [--rounds 3] [--run 64GiB] [--register-threads 1]
 
-Both in turn, in one process. "waste" is what is resident beyond what was asked for (ours: as the kernel counts
-it; torch: as its allocator does). `--run` is the most that one cudaHostRegister takes; with
+Both in turn, in one process. "waste" is what is resident beyond what was asked for (ours: as the kernel
+counts it; torch: as its allocator does). `--run` is the most that one cudaHostRegister takes; with
 `--register-threads` several run side by side. Without a CUDA device nothing is registered, and torch has
 nothing to compare with. Ends with one line of JSON.
 """

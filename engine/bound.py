@@ -18,7 +18,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tierstream import _native
+from tierstream.engine.adam_rates import update_rate
+from tierstream.engine.compute_rates import matmul_rate
+from tierstream.engine.copy_rates import upload_rate
 from tierstream.engine.device import Device
 from tierstream.io import seam
 from tierstream.io.backend import Backend
@@ -138,9 +140,9 @@ def measure_rates(
     if backend is not None:
         drive = _together([_drive_rates(backend, path) for path in _one_per_drive(directories)])
     return Rates(
-        flop_per_s=_matmul_rate(device, dtype),
-        upload=_upload_rate(device) if device.is_cuda else None,
-        update_parameters_per_s=_update_rate(threads),
+        flop_per_s=matmul_rate(device, dtype),
+        upload=upload_rate(device) if device.is_cuda else None,
+        update_parameters_per_s=update_rate(threads),
         nvme_read=drive[0],
         nvme_write=drive[1],
         nvme_read_mixed=drive[2],
@@ -148,7 +150,7 @@ def measure_rates(
     )
 
 
-def _best_seconds(run: Callable[[], object], device: Device | None = None, rounds: int = 5) -> float:
+def _best_seconds(run: Callable[[], object], rounds: int) -> float:
     """Least of several rounds after a warm-up: a bound asks what the machine can give, and others only ever
     slow it down.
     """
@@ -156,36 +158,8 @@ def _best_seconds(run: Callable[[], object], device: Device | None = None, round
     for _ in range(rounds + 1):
         begin = time.perf_counter()
         run()
-        if device is not None and device.is_cuda:
-            torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     return min(times[1:])
-
-
-def _matmul_rate(device: Device, dtype: torch.dtype) -> float:
-    n = 8192 if device.is_cuda else 1536
-    a, b = (torch.randn(n, n, device=device.torch_device).to(dtype) for _ in range(2))
-    return 2.0 * n**3 / _best_seconds(lambda: a @ b, device)
-
-
-def _upload_rate(device: Device) -> float:
-    host = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = device.buffer(_PROBE_BYTES)
-    return _PROBE_BYTES / _best_seconds(lambda: target.copy_(host, non_blocking=True), device)
-
-
-def _update_rate(threads: int) -> float:
-    n = 1 << 22
-    weight, low = np.zeros(n, np.uint16), np.zeros(n, np.uint16)
-    grad, m, v = (np.full(n, 1e-3, np.float32) for _ in range(3))
-
-    def update() -> None:
-        _native.adamw_split(
-            weight, low, m, v, grad, step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
-            grad_scale=1.0, threads=threads,
-        )  # fmt: skip
-
-    return n / _best_seconds(update)
 
 
 def _drive_rates(backend: Backend, directory: Path) -> _DriveRates:
