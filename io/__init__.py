@@ -6,5 +6,6 @@ models or tensors.
 - `backend`: what a backend is, and `open_backend`; `posix` and `kvikio_backend` are the two there are
 - `durable`: files and directories that are complete or not there
 - `drives`: checks, lock and spread of the directories that hold the state
-- `memory`: how much memory this process may take
+- `memory`, `limits`: how much memory and how many files this process may take
+- `probes`: processor, drives, PCIe links
 """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
+
+from tierstream.io.limits import open_files
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Handle = TypeVar("_Handle")
@@ -19,8 +20,8 @@ _HANDLES_MIN = 8
 
 def handle_limit(descriptors_per_handle: int = 1) -> int:
     """Handles that one cache may keep open: a quarter of what `ulimit -n` grants, within [8, 256]."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    soft = open_files().soft
+    if soft is None:
         return _HANDLES_MAX
     return max(_HANDLES_MIN, min(_HANDLES_MAX, soft // (4 * descriptors_per_handle)))
 

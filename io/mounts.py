@@ -18,12 +18,15 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of the table. `root`: the directory of the file system that is mounted at `point`."""
+    """One line of the table. `root`: the directory of the file system that is mounted at `point`; `source`:
+    what it was mounted from, e.g. "/dev/nvme0n1p2".
+    """
 
     device: str
     root: str
     point: str
     filesystem: str
+    source: str
     super_options: frozenset[str]
 
 
@@ -40,7 +43,12 @@ def _parse(line: str) -> Mount:
     before, _, after = line.partition(" - ")
     fields, tail = before.split(" "), after.split(" ")
     return Mount(
-        fields[2], _unescape(fields[3]), _unescape(fields[4]), tail[0], frozenset(tail[2].split(","))
+        device=fields[2],
+        root=_unescape(fields[3]),
+        point=_unescape(fields[4]),
+        filesystem=tail[0],
+        source=_unescape(tail[1]),
+        super_options=frozenset(tail[2].split(",")),
     )
 
 
@@ -61,11 +69,13 @@ def filesystem_of(path: str | os.PathLike[str]) -> str:
     found = filesystem_of_device(seam.current().stat(os.fspath(path)).st_dev)
     if found:
         return found
+    mount = mount_of(path)
+    return "unknown" if mount is None else mount.filesystem
+
+
+def mount_of(path: str | os.PathLike[str], root: str | os.PathLike[str] = "/") -> Mount | None:
+    """The mount that `path` lies in; None where the table does not tell. `root`: taken for `/` (tests)."""
     real = os.path.realpath(path)
-    holders = [mount for mount in read_mounts() if os.path.commonpath([mount.point, real]) == mount.point]
+    holders = [mount for mount in read_mounts(root) if os.path.commonpath([mount.point, real]) == mount.point]
     # The deepest mount point holds the path; of several at one point the last one hides the others.
-    return (
-        max(enumerate(holders), key=lambda item: (len(item[1].point), item[0]))[1].filesystem
-        if holders
-        else "unknown"
-    )
+    return max(enumerate(holders), key=lambda item: (len(item[1].point), item[0]))[1] if holders else None

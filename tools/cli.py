@@ -2,7 +2,7 @@
 
 0    done
 1    a bug in tierstream: traceback
-2    something the user can put right: one message
+2    something the user can put right: one message, or the report of `doctor`
 3    the run stopped itself; nothing was lost
 130  interrupted
 """
@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 from tierstream.io.errors import ConfigError, TierstreamError
+from tierstream.io.limits import raise_open_files
 
 #: Subcommand -> what it is for. Each is a module with a `main(args)`, imported when it is asked for.
 COMMANDS = {
@@ -24,11 +25,14 @@ COMMANDS = {
     "inspect": "RUN_OR_CHECKPOINT     what a run or a checkpoint holds",
     "verify": "RUN_OR_CHECKPOINT     check every byte of a checkpoint",
     "export": "RUN_OR_CHECKPOINT OUT write a model directory for transformers",
+    "doctor": "[DIRECTORY ...]       whether it will run well on this machine",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own). Returns the exit status."""
+    # Layers, shards and drives open many files: ask for all that this user may have open.
+    raise_open_files()
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except TierstreamError as error:
