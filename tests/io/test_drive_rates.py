@@ -1,0 +1,241 @@
+"""Measuring a drive: what is asked of it, to the byte; what is said of it; which tuning is chosen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.faults import FaultySyscalls, fail
+
+from tierstream.io import seam
+from tierstream.io.drive_rates import DriveTarget, Setting, Tuning, best_tuning
+from tierstream.io.errors import ConfigError, StorageError
+from tierstream.io.measure import Case, Measurement, Sample, measure, timed
+from tierstream.io.posix import PosixBackend
+from tierstream.io.scratch import ScratchFolder
+from tierstream.io.transfer import Direction
+from tierstream.io.workload import Access, blocks, cached_note, run_requests
+
+MIB = 1 << 20
+
+
+@given(
+    access=st.sampled_from(["read", "write", "mixed"]),
+    per_file=st.integers(1, 20),
+    half=st.integers(0, 30),
+    start=st.integers(0, 100),
+)
+def test_blocks_go_through_the_file_in_order(access: Access, per_file: int, half: int, start: int) -> None:
+    count = 2 * half
+    found = list(blocks(access, per_file * 4096 + 100, 4096, count, start=start))
+    assert [request.offset for request in found] == [(start + i) % per_file * 4096 for i in range(count)]
+    assert all(request.nbytes == 4096 for request in found)
+    writes = sum(request.direction is Direction.WRITE for request in found)
+    assert writes == {"read": 0, "write": count, "mixed": half}[access]
+
+
+def test_mixed_orders_differ_from_run_to_run() -> None:
+    orders = {
+        tuple(request.direction for request in blocks("mixed", 1 << 20, 4096, 64, seed=seed))
+        for seed in range(8)
+    }
+    assert len(orders) == 8
+
+
+def test_requests_move_what_they_say_and_no_more_are_under_way_than_there_are_buffers(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as folder:
+        path = folder.new_file("file", MIB)
+        before = np.fromfile(path, np.uint8)
+        backend = PosixBackend(threads=8, task_bytes=4096)
+        file = backend.open(path, writable=True)
+        watched = Watched(file)
+        requests = list(blocks("mixed", MIB, 65536, 32))
+        run_requests(watched, requests, [np.full(65536, 7, np.uint8) for _ in range(3)])
+        assert watched.most <= 3
+        assert watched.seen == [(r.direction, r.offset, r.nbytes) for r in requests]
+        backend.close()
+        after = np.fromfile(path, np.uint8)
+    for request in requests[16:]:
+        part = slice(request.offset, request.offset + request.nbytes)
+        if request.direction is Direction.WRITE:
+            assert not np.array_equal(after[part], before[part])
+
+
+class Watched:
+    """A file that counts its requests under way."""
+
+    def __init__(self, file: object) -> None:
+        self.file = file
+        self.seen: list[tuple[Direction, int, int]] = []
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+
+    def _move(self, direction: Direction, name: str, buffer: np.ndarray, offset: int) -> object:
+        with self.lock:
+            self.seen.append((direction, offset, buffer.nbytes))
+            self.now += 1
+            self.most = max(self.most, self.now)
+        future = getattr(self.file, name)(buffer, offset)
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, future: object) -> None:
+        with self.lock:
+            self.now -= 1
+
+    def read_into(self, buffer: np.ndarray, offset: int) -> object:
+        return self._move(Direction.READ, "read_into", buffer, offset)
+
+    def write_from(self, buffer: np.ndarray, offset: int) -> object:
+        return self._move(Direction.WRITE, "write_from", buffer, offset)
+
+
+def test_a_failing_request_is_raised_when_none_is_under_way(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as folder:
+        target = DriveTarget(folder.new_file("file", MIB), MIB)
+        setting = Setting(access="read", tuning=Tuning(threads=4, task_bytes=65536, queue_depth=8))
+        with (
+            seam.injected(FaultySyscalls(fail(5, on="preadv", at=9))),
+            pytest.raises(StorageError, match="Input/output error"),
+        ):
+            target.run(setting, MIB)
+        assert target.run(setting, MIB).amount == 32 * 65536
+
+
+@pytest.mark.parametrize("access", ["read", "write", "mixed"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_run_moves_what_it_counts(tmp_path: Path, access: Access, direct: bool) -> None:
+    with ScratchFolder(tmp_path) as folder:
+        path = folder.new_file("file", 4 * MIB)
+        target = DriveTarget(path, 4 * MIB)
+        setting = Setting(
+            access=access, tuning=Tuning(threads=2, task_bytes=65536, queue_depth=4), direct=direct
+        )
+        watched = FaultySyscalls()
+        with seam.injected(watched):
+            sample = target.run(setting, 2 * MIB)
+        moved = [call for call in watched.calls if call.name in ("preadv", "pwritev")]
+        assert sum(call.nbytes for call in moved) == sample.amount == 2 * MIB
+        reads = sum(call.nbytes for call in moved if call.name == "preadv")
+        assert reads == {"read": 2 * MIB, "write": 0, "mixed": MIB}[access]
+        assert {call.direct for call in moved} == {direct}
+        assert watched.names().count("fsync") == {True: 0, False: 1 if access == "read" else 2}[direct]
+        assert not watched.open_descriptors
+
+
+def test_runs_go_on_where_the_last_one_stopped(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as folder:
+        target = DriveTarget(folder.new_file("file", MIB), MIB)
+        setting = Setting(access="read", tuning=Tuning(threads=1, task_bytes=65536, queue_depth=1))
+        offsets = []
+        for _ in range(3):
+            watched = FaultySyscalls()
+            with seam.injected(watched):
+                target.run(setting, 6 * 65536)
+            offsets += [call.offset for call in watched.calls if call.name == "preadv"]
+        assert offsets == [i % 16 * 65536 for i in range(18)]
+
+
+def test_a_file_smaller_than_a_block_is_refused(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as folder:
+        target = DriveTarget(folder.new_file("file", 65536), 65536)
+        setting = Setting(access="read", tuning=Tuning(threads=1, task_bytes=MIB, queue_depth=1))
+        with pytest.raises(ConfigError, match="has 65536 bytes, less than one block of 1048576"):
+            target.run(setting, MIB)
+
+
+def test_reads_from_memory_are_called_so() -> None:
+    assert cached_note("read", 1000, 960) == ""
+    assert cached_note("write", 1000, 0) == ""
+    assert cached_note("mixed", 1000, 480) == ""
+    assert "fetched only 40 % of what was read" in cached_note("read", 1000, 400)
+    assert "fetched only 0 %" in cached_note("mixed", 1000, 0)
+
+
+def test_a_memory_file_system_shows_in_the_note() -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        pytest.skip("no tmpfs here")
+    with ScratchFolder(shm) as folder:
+        target = DriveTarget(folder.new_file("file", MIB), MIB)
+        setting = Setting(access="read", tuning=Tuning(threads=1, task_bytes=65536, queue_depth=1))
+        assert target.path_taken(setting).name == "posix-buffered"
+        assert "fetched only 0 %" in target.run(setting, MIB).note
+
+
+def found(access: str, threads: int, block_bytes: int, depth: int, rate: float) -> Measurement:
+    labels = {"access": access, "threads": threads, "block_bytes": block_bytes, "queue_depth": depth}
+    return Measurement(labels, "B", (rate,), 0.0)
+
+
+def test_the_cheapest_of_the_tunings_that_are_as_good_is_taken() -> None:
+    measurements = [
+        found("read", 1, 4, 2, 60), found("write", 1, 4, 2, 100),
+        found("read", 4, 4, 8, 98), found("write", 4, 4, 8, 99),
+        found("read", 4, 8, 8, 98), found("write", 4, 8, 8, 99),
+        found("read", 8, 8, 16, 100), found("write", 8, 8, 16, 97),
+    ]  # fmt: skip
+    assert best_tuning(measurements) == Tuning(threads=4, task_bytes=8, queue_depth=8)
+
+
+def test_a_tuning_is_as_good_as_its_worst_access() -> None:
+    measurements = [
+        found("read", 1, 4, 2, 100), found("write", 1, 4, 2, 50),
+        found("read", 8, 4, 2, 80), found("write", 8, 4, 2, 100),
+    ]  # fmt: skip
+    assert best_tuning(measurements).threads == 8
+
+
+def test_every_case_is_run_in_every_round_in_changing_order() -> None:
+    log: list[int] = []
+
+    def case(index: int) -> Case:
+        def run() -> Sample:
+            log.append(index)
+            return Sample(10.0 * (index + 1), 2.0, 0.5, "odd" if index == 1 else "")
+
+        return Case({"index": index}, "B", run)
+
+    seen: list[Case] = []
+    measurements = measure([case(i) for i in range(4)], rounds=5, warmups=1, on_run=seen.append)
+    rounds: Sequence[list[int]] = [log[i : i + 4] for i in range(0, 24, 4)]
+    assert len(log) == len(seen) == 24
+    assert all(sorted(order) == [0, 1, 2, 3] for order in rounds)
+    assert len({tuple(order) for order in rounds}) > 1
+    assert [m.median for m in measurements] == [5.0, 10.0, 15.0, 20.0]
+    assert [len(m.rates) for m in measurements] == [5] * 4
+    assert measurements[1].note == "odd"
+    assert measurements[0].cpu_s_per_giga == 0.05e9
+
+
+def test_spread_and_json_say_all() -> None:
+    m = Measurement({"access": "read"}, "B", (4.0, 1.0, 2.0), 0.25, "cached")
+    assert (m.median, m.spread) == (2.0, 1.5)
+    assert m.to_json() == {
+        "access": "read", "unit": "B/s", "median": 2.0, "lowest": 1.0, "highest": 4.0,
+        "rates": [4.0, 1.0, 2.0], "cpu_s_per_giga": 0.25, "note": "cached",
+    }  # fmt: skip
+
+
+def test_time_is_taken_of_all_threads() -> None:
+    def spin() -> None:
+        end = 0
+        for number in range(2_000_000):
+            end += number
+
+    threads = [threading.Thread(target=spin) for _ in range(2)]
+
+    def run() -> None:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    sample = timed(7, run)
+    assert sample.amount == 7
+    assert sample.cpu_s > 0.5 * sample.seconds > 0
