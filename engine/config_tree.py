@@ -76,6 +76,13 @@ def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
 
 def _field_docs(cls: type) -> dict[str, str]:
     """The string literal under each field, as one line; Python itself does not keep them."""
+    docs = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        docs |= _own_field_docs(base)
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     docs = {}
     for field_node, doc_node in pairwise(definition.body):  # type: ignore[attr-defined]

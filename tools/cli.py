@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "RUN_OR_CHECKPOINT     what a run or a checkpoint holds",
     "verify": "RUN_OR_CHECKPOINT     check every byte of a checkpoint",
     "export": "RUN_OR_CHECKPOINT OUT write a model directory for transformers",
+    "bench": "copy|adam             what this machine gives",
     "doctor": "[DIRECTORY ...]       whether it will run well on this machine",
 }
 

@@ -1,0 +1,58 @@
+"""`tierstream bench NAME ...`: what this machine gives, measured.
+
+A benchmark is a module of this folder with a `main(args)`, imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from tierstream.io.errors import ConfigError
+
+#: Benchmark -> what it measures.
+BENCHMARKS = {
+    "copy": "between host memory and the GPU, by size and kind of memory",
+    "adam": "AdamW on the CPU, by kernel and threads",
+}
+
+
+def main(args: Sequence[str]) -> int:
+    """The command with its arguments. Returns the exit status; raises TierstreamError."""
+    name = args[0] if args else "--help"
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0 if args else 2
+    if name not in BENCHMARKS:
+        nearest = difflib.get_close_matches(name, BENCHMARKS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"the benchmarks are {', '.join(BENCHMARKS)}"
+        raise ConfigError(f"unknown benchmark {name}; {hint}")
+    module = importlib.import_module(f"tierstream.tools.bench.{name}")
+    with _terminated_as_interrupted():
+        status: int = module.main(args[1:])
+    return status
+
+
+def _usage() -> str:
+    lines = ["usage: tierstream bench NAME ...", "", "Measure what this machine gives.", ""]
+    lines += [f"  {name:8} {purpose}" for name, purpose in BENCHMARKS.items()]
+    lines += ["", "`tierstream bench NAME --help` lists the options of a benchmark."]
+    return "\n".join(lines)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM (a scheduler, a container that stops) ends a benchmark as Ctrl-C does: nothing stays behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

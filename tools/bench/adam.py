@@ -1,0 +1,76 @@
+"""`tierstream bench adam`"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.io.memory import memory_budget
+from tierstream.io.sizes import format_bytes
+from tierstream.tools.bench.plots import PlotSpec
+from tierstream.tools.bench.report import OutputOptions, check_output, present, run_cases
+from tierstream.tools.bench.result import Result
+from tierstream.tools.options import parse_options
+
+_PROG = "tierstream bench adam"
+_DESCRIPTION = """\
+Measure the AdamW update on the CPU, in parameters and in bytes per second.
+- Kernels: split master with a bf16 gradient, fp32 master with a bf16 weight and
+  gradient, fp32; beside them torch's fused AdamW with as many threads.
+- The instruction set is the best of this CPU; TIERSTREAM_ISA=avx2 or scalar
+  lowers it.
+"""
+_PLOTS = [PlotSpec("adam", "AdamW on the CPU", "threads", ("kernel",))]
+_NOTES = ["GB/s counts every array once for each time it is read or written: 26 or 28 bytes per parameter."]
+#: Host memory that the arrays of all kernels take, and random numbers while they are made.
+_STATE_BYTES_PER_PARAMETER = 46
+_THREADS_MAX = 1024
+
+
+@dataclass(kw_only=True)
+class AdamOptions(OutputOptions):
+    parameters: int = 1 << 25
+    """Parameters that one run updates: more than the last-level cache holds, at 12 bytes each."""
+    threads: list[int] = dataclasses.field(default_factory=list)
+    """Numbers of threads. None given: 1, 2, 4 and so on up to all usable cores."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parameters < 1:
+            raise ConfigError(f"--parameters is {self.parameters}; it must be at least 1")
+        wrong = [count for count in self.threads if not 1 <= count <= _THREADS_MAX]
+        if wrong:
+            raise ConfigError(f"--threads has {wrong[0]}; each must be between 1 and {_THREADS_MAX}")
+
+
+def main(args: Sequence[str]) -> int:
+    """The command with its arguments. Returns the exit status; raises TierstreamError."""
+    options = parse_options(AdamOptions, args, prog=_PROG, description=_DESCRIPTION)
+    check_output(options)
+    _check_memory(options.parameters)
+    # As for `tierstream train`: read when OpenMP starts. A torch thread that spins on after its part would
+    # take the core from the kernel that is measured next.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from tierstream.engine.adam_rates import adam_cases, thread_counts
+    from tierstream.tools.bench.machine import describe_machine
+
+    threads = sorted(set(options.threads)) or thread_counts(len(os.sched_getaffinity(0)))
+    measurements = run_cases(adam_cases(options.parameters, threads), options.rounds)
+    title = f"AdamW on the CPU, {options.parameters:,} parameters"
+    command = shlex.split(_PROG) + list(args)
+    present(Result("adam", title, command, describe_machine(), measurements, _NOTES), _PLOTS, options)
+    return 0
+
+
+def _check_memory(parameters: int) -> None:
+    need_bytes, available_bytes = parameters * _STATE_BYTES_PER_PARAMETER, memory_budget().available_bytes
+    if need_bytes > available_bytes:
+        raise BudgetError(
+            f"--parameters {parameters} needs {format_bytes(need_bytes)} of host memory, and "
+            f"{format_bytes(available_bytes)} are available; at most "
+            f"{available_bytes // _STATE_BYTES_PER_PARAMETER} fit"
+        )

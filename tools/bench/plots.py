@@ -1,0 +1,119 @@
+"""Plots of measurements as PNG files, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from tempfile import SpooledTemporaryFile
+from typing import TYPE_CHECKING
+
+from tierstream.io.measure import Measurement
+from tierstream.tools.bench.result import label_name, label_value, rate_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DPI = 120
+_PANEL_INCHES = (5.2, 4.0)
+_MARKERS = "osD^vPX*<>"
+
+
+@dataclass(frozen=True)
+class PlotSpec:
+    """One plot: rates over a label, a line per value of others.
+
+    Attributes:
+        name: of the file, without .png.
+        x: the label on the horizontal axis.
+        series: the labels that tell the lines apart.
+        facet: the label that tells the panels apart, side by side; None: one panel.
+        log_x: powers of two at equal distances.
+    """
+
+    name: str
+    title: str
+    x: str
+    series: tuple[str, ...]
+    facet: str | None = None
+    log_x: bool = False
+
+
+def render(spec: PlotSpec, measurements: Sequence[Measurement]) -> bytes:
+    """The plot as a PNG."""
+    with SpooledTemporaryFile() as stream:
+        draw(spec, measurements).savefig(stream, format="png", dpi=_DPI)
+        stream.seek(0)
+        return stream.read()
+
+
+def draw(spec: PlotSpec, measurements: Sequence[Measurement]) -> Figure:
+    """Medians as lines, with bars from the lowest to the highest round.
+
+    Takes the measurements that have all labels of the plot; those of one plot have one unit.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    needed = {spec.x, *spec.series, *([spec.facet] if spec.facet else [])}
+    shown = [m for m in measurements if needed <= m.labels.keys()]
+    panels = list(_grouped(shown, (spec.facet,) if spec.facet else ()))
+    figure = Figure(figsize=(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1]), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(spec.title)
+    for index, (name, members) in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), index)
+        if spec.facet is not None:
+            axes.set_title(f"{label_name(spec.facet)} {name}", fontsize="medium")
+        _draw_panel(axes, spec, members)
+    return figure
+
+
+def _draw_panel(axes: Axes, spec: PlotSpec, measurements: Sequence[Measurement]) -> None:
+    places = _places(spec, measurements)
+    for number, (name, members) in enumerate(_grouped(measurements, spec.series)):
+        members = sorted(members, key=lambda m: places[m.labels[spec.x]])
+        medians = [m.median / 1e9 for m in members]
+        below = [(m.median - min(m.rates)) / 1e9 for m in members]
+        above = [(max(m.rates) - m.median) / 1e9 for m in members]
+        axes.errorbar(
+            [places[m.labels[spec.x]] for m in members],
+            medians,
+            yerr=[below, above],
+            label=name,
+            marker=_MARKERS[number % len(_MARKERS)],
+            markersize=4,
+            capsize=3,
+            linewidth=1.4,
+        )
+    if spec.log_x:
+        axes.set_xscale("log", base=2)
+    texts = [label_value(spec.x, value) for value in places]
+    axes.set_xticks(list(places.values()), texts, rotation=45 if len("".join(texts)) > 40 else 0)
+    axes.minorticks_off()
+    axes.set_xlabel(label_name(spec.x))
+    axes.set_ylabel(rate_unit(measurements[0].unit))
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if spec.series:
+        axes.legend(fontsize="small", title=", ".join(map(label_name, spec.series)))
+
+
+def _places(spec: PlotSpec, measurements: Sequence[Measurement]) -> dict[str | int, float]:
+    """Value of the horizontal label -> where it stands: numbers at their value, names one after the other."""
+    values = dict.fromkeys(m.labels[spec.x] for m in measurements)
+    if all(isinstance(value, int) for value in values):
+        return {value: float(value) for value in sorted(values, key=int)}
+    return {value: float(index) for index, value in enumerate(values)}
+
+
+def _grouped(
+    measurements: Sequence[Measurement], keys: Sequence[str]
+) -> Iterator[tuple[str, list[Measurement]]]:
+    """Measurements with the same values of `keys`, and these values as a text, in order of appearance."""
+    groups: dict[tuple[str | int, ...], list[Measurement]] = {}
+    for measurement in measurements:
+        groups.setdefault(tuple(measurement.labels[key] for key in keys), []).append(measurement)
+    for values, members in groups.items():
+        texts = (label_value(key, value) for key, value in zip(keys, values, strict=True))
+        yield ", ".join(texts), members

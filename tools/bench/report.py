@@ -1,0 +1,166 @@
+"""Where a benchmark's result goes: the screen, a JSON file, a directory with a report for a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tierstream.io.durable import make_directories, publish_directory, remove_tree, write_file
+from tierstream.io.errors import ConfigError, StorageError
+from tierstream.io.measure import Case, Measurement, measure
+from tierstream.tools.bench.plots import PlotSpec, render
+from tierstream.tools.bench.result import Result, grids
+from tierstream.tools.tables import open_console, table
+
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+_HTML, _JSON, _PLOT = "report.html", "result.json", "plot-"
+_STDOUT = "-"
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    """Options that all benchmarks have."""
+
+    rounds: int = 7
+    """How often each case runs, in turn with the others, after one round that does not count."""
+    json: str | None = None
+    """A file for the result as JSON; "-" prints that instead of the table."""
+    report: str | None = None
+    """A directory for report.html, result.json and the plots. It must be new, empty or hold an earlier
+    report, which is replaced."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ConfigError(f"--rounds is {self.rounds}; it must be at least 1")
+
+
+def check_output(options: OutputOptions) -> None:
+    """Finds before a long run what would make it useless after.
+
+    Raises:
+        ConfigError: the place for the JSON or the report cannot take it.
+    """
+    if options.json is not None and options.json != _STDOUT:
+        path = Path(options.json)
+        if path.is_dir():
+            raise ConfigError(f"--json {path} is a directory; name a file in it")
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"--json {path}: there is no directory {path.absolute().parent}; make it first")
+        _check_writable("--json", path.absolute().parent)
+    if options.report is not None:
+        _check_report(Path(options.report).resolve())
+
+
+def run_cases(cases: Sequence[Case], rounds: int) -> list[Measurement]:
+    """Measures them, with a bar on the terminal (standard error)."""
+    warmups = 1
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=len(cases) * (warmups + rounds))
+        return measure(cases, rounds=rounds, warmups=warmups, on_run=lambda case: bar.advance(task))
+
+
+def present(result: Result, plots: Sequence[PlotSpec], options: OutputOptions) -> None:
+    """Puts the result where the options want it.
+
+    Raises:
+        StorageError: a file could not be written; what was there before stays.
+    """
+    if options.report is not None:
+        write_report(result, plots, Path(options.report).resolve())
+    if options.json == _STDOUT:
+        sys.stdout.write(_json_text(result))
+        return
+    print_result(open_console(sys.stdout), result)
+    if options.json is not None:
+        write_file(options.json, _json_text(result).encode())
+    if options.report is not None:
+        print(f"report: {Path(options.report) / _HTML}")
+
+
+def print_result(console: Console, result: Result) -> None:
+    """Title, machine, tables, notes."""
+    console.print(result.title, style="bold")
+    console.print(", ".join(f"{part} {text}" for part, text in result.machine.items()))
+    for grid in grids(result):
+        shown = table("", grid.columns, grid.rows, text_columns=grid.text_columns)
+        shown.title, shown.caption, shown.caption_justify = None, grid.caption, "left"
+        console.print(shown)
+    for note in result.notes:
+        console.print(f"note: {note}")
+
+
+def write_report(result: Result, plots: Sequence[PlotSpec], directory: Path) -> None:
+    """Makes `directory` with report.html (which needs no other file), result.json and a PNG per plot; an
+    earlier report there is replaced as a whole.
+
+    Raises:
+        StorageError: a step failed; then no part of the new report is there.
+    """
+    pictures = {plot.name: render(plot, result.measurements) for plot in plots}
+    files = {f"{_PLOT}{name}.png": data for name, data in pictures.items()}
+    files |= {_JSON: _json_text(result).encode(), _HTML: _html(result, plots, pictures).encode()}
+    make_directories(directory.parent)
+    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        make_directories(temporary)
+        for name, data in files.items():
+            write_file(temporary / name, data)
+        remove_tree(directory)
+        publish_directory(temporary, directory)
+    except BaseException:
+        with suppress(StorageError):
+            remove_tree(temporary)
+        raise
+
+
+def _html(result: Result, plots: Sequence[PlotSpec], pictures: dict[str, bytes]) -> str:
+    import jinja2
+
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    embedded = [(plot.title, base64.b64encode(pictures[plot.name]).decode()) for plot in plots]
+    return template.render(
+        result=result, tierstream=result.to_json()["tierstream"], grids=grids(result), pictures=embedded
+    )
+
+
+def _json_text(result: Result) -> str:
+    return json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _check_report(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--report {directory} is a file; name a directory")
+    found = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
+    strange = sorted(name for name in found - {_HTML, _JSON} if not _is_plot(name))
+    if found and (strange or not {_HTML, _JSON} <= found):
+        what = f"holds {strange[0]}" if strange else "is not empty"
+        raise ConfigError(
+            f"--report {directory} {what} and is no earlier report; name a new directory, or empty this one"
+        )
+    above = directory.parent
+    while not above.exists():
+        above = above.parent
+    _check_writable("--report", above)
+
+
+def _is_plot(name: str) -> bool:
+    return name.startswith(_PLOT) and name.endswith(".png")
+
+
+def _check_writable(option: str, directory: Path) -> None:
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}: no permission to write in {directory}; choose another place")

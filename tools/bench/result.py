@@ -1,0 +1,133 @@
+"""What a benchmark found, in words and figures: the one source of its table, its JSON and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+from tierstream.io.measure import Measurement
+from tierstream.io.sizes import format_bytes
+
+_UNITS = {"parameters": "param"}
+_BYTES = "_bytes"
+#: A label with this name says how many bytes a parameter's update moves; a second rate comes of it.
+BYTES_PER_PARAMETER = "bytes_per_parameter"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Result:
+    """All of one benchmark.
+
+    Attributes:
+        kind: the benchmark's name, "copy".
+        title: what was measured, for people.
+        command: the command line that gives it again.
+        machine: name of a part -> what it is.
+        notes: what a reader must know of all of it.
+        date: ISO 8601, UTC, of the end.
+    """
+
+    kind: str
+    title: str
+    command: list[str]
+    machine: dict[str, str]
+    measurements: list[Measurement]
+    notes: list[str]
+    date: str = field(default_factory=_now)
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys, which do not change: kind, title, tierstream (version), date, command, machine, notes,
+        measurements (of each: its labels, unit, median, lowest, highest, rates, cpu_s_per_giga, note).
+        """
+        return {
+            "kind": self.kind,
+            "title": self.title,
+            "tierstream": version("tierstream"),
+            "date": self.date,
+            "command": self.command,
+            "machine": self.machine,
+            "notes": self.notes,
+            "measurements": [measurement.to_json() for measurement in self.measurements],
+        }
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Measurements of one unit as a table: a row each, a column for each label that varies."""
+
+    columns: list[str]
+    rows: list[list[str]]
+    text_columns: int
+    caption: str
+
+
+def grids(result: Result) -> list[Grid]:
+    """One per unit, in order of appearance."""
+    units = dict.fromkeys(measurement.unit for measurement in result.measurements)
+    return [_grid([m for m in result.measurements if m.unit == unit]) for unit in units]
+
+
+def varying_labels(measurements: Sequence[Measurement]) -> list[str]:
+    """Labels whose values are not the same everywhere (one that some lack varies), in order of appearance."""
+    keys = dict.fromkeys(key for measurement in measurements for key in measurement.labels)
+    return [key for key in keys if len({m.labels.get(key) for m in measurements}) > 1]
+
+
+def label_name(key: str) -> str:
+    """A label's name for people: `block_bytes` gives "block"."""
+    return key.removesuffix(_BYTES).replace("_", " ")
+
+
+def label_value(key: str, value: str | int | None) -> str:
+    """A label's value for people: sizes with a unit."""
+    if value is None:
+        return "-"
+    if key.endswith(_BYTES) and isinstance(value, int):
+        return format_bytes(value).replace(".00 ", " ")
+    return str(value)
+
+
+def rate_unit(unit: str) -> str:
+    """Unit of a rate as it is shown: "GB/s", "Gparam/s"."""
+    return f"G{_UNITS.get(unit, unit)}/s"
+
+
+def _grid(measurements: Sequence[Measurement]) -> Grid:
+    unit = measurements[0].unit
+    varying = [key for key in varying_labels(measurements) if key != BYTES_PER_PARAMETER]
+    with_traffic = all(BYTES_PER_PARAMETER in m.labels for m in measurements)
+    with_notes = any(m.note for m in measurements)
+    columns = [*map(label_name, varying), rate_unit(unit)]
+    columns += ["GB/s"] * with_traffic + ["spread", f"CPU s/{rate_unit(unit).removesuffix('/s')}"]
+    columns += ["note"] * with_notes
+    rows = []
+    for measurement in measurements:
+        row = [label_value(key, measurement.labels.get(key)) for key in varying]
+        row.append(figure(measurement.median / 1e9))
+        if with_traffic:
+            row.append(figure(measurement.median * int(measurement.labels[BYTES_PER_PARAMETER]) / 1e9))
+        row += [f"{100 * measurement.spread:.0f} %", figure(measurement.cpu_s_per_giga)]
+        row += [measurement.note] * with_notes
+        rows.append(row)
+    fixed = [
+        f"{label_name(key)} {label_value(key, value)}"
+        for key, value in measurements[0].labels.items()
+        if key not in varying and key != BYTES_PER_PARAMETER
+    ]
+    rounds = len(measurements[0].rates)
+    how = f"median of {rounds} rounds; spread: (highest - lowest) / median"
+    return Grid(columns, rows, len(varying), "; ".join([*fixed, how]))
+
+
+def figure(value: float) -> str:
+    """Three significant digits, without an exponent where that can be read."""
+    if value == 0 or 0.001 <= abs(value) < 999.5:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.1e}"
