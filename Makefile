@@ -37,9 +37,10 @@ $(VENV)/installed: $(SOURCES) | $(VENV)/ready
 	$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/installed-test: $(SOURCES) | $(VENV)/ready
+$(VENV)/installed-test: $(SOURCES) kvikio-for-tests.txt | $(VENV)/ready
 	@echo "Installing tierstream, what it needs and the test tools in $(VENV); the first time takes some minutes."
 	$(PIP_INSTALL) --no-build-isolation --editable '.[test]'
+	$(PIP_INSTALL) --no-deps --requirement kvikio-for-tests.txt
 	@touch $(VENV)/installed $@
 
 # A stamp, so that a venv that was left half made does not count.

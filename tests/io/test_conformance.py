@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import threading
+import weakref
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -97,10 +98,13 @@ def test_an_empty_request_resolves_at_once(drive: Drive) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drive", ["posix-direct", "posix-open-refused", "kvikio"], indirect=True)
-@pytest.mark.parametrize("task_bytes", [4 * MIB, 4 * GIB], ids=["tasks", "one-call"])
+@pytest.mark.parametrize(
+    ("drive", "task_bytes"),
+    [*((kind, 4 * GIB) for kind in PATH_OF_KIND), ("posix-direct", 4 * MIB)],
+    indirect=["drive"],
+)
 def test_more_than_two_gib_in_one_request(drive: Drive, task_bytes: int) -> None:
-    """The kernel moves at most 0x7ffff000 bytes per call: with `one-call` it is asked for more."""
+    """The kernel moves at most 0x7ffff000 bytes per call: with tasks of 4 GiB it is asked for more."""
     backend = drive.reopen(threads=2, task_bytes=task_bytes)
     nbytes = 2 * GIB + 4096
     path = drive.directory / "sparse"
@@ -130,6 +134,22 @@ def test_a_write_of_more_than_two_gib(drive: Drive) -> None:
         assert file.read(5) == b"first"
         file.seek(nbytes - 5)
         assert file.read() == b"last."
+
+
+@pytest.mark.parametrize("offset", [2 * GIB - 4097, 4 * GIB - 511, 5 * GIB])
+def test_offsets_that_32_bits_do_not_hold(drive: Drive, offset: int) -> None:
+    path = drive.directory / "sparse"
+    with path.open("wb") as file:
+        file.truncate(6 * GIB)
+    data, out = at_address(20_000, 16), at_address(20_000 + 2 * GUARD_NBYTES, 1)
+    data[:] = random_bytes(20_000, seed=2)
+    opened = drive.backend.open(path, writable=True)
+    assert opened.write_from(data, offset).result() == 20_000
+    assert opened.read_into(out, offset - GUARD_NBYTES).result() == out.nbytes
+    assert out.tobytes() == bytes(GUARD_NBYTES) + data.tobytes() + bytes(GUARD_NBYTES)
+    with path.open("rb") as file:
+        file.seek(offset - GUARD_NBYTES)
+        assert file.read(out.nbytes) == out.tobytes()
 
 
 def test_concurrent_requests_do_not_mix(drive: Drive) -> None:
@@ -166,15 +186,26 @@ def test_concurrent_writes_within_one_block_keep_their_neighbours(drive: Drive) 
     assert path.read_bytes() == oracle
 
 
-def test_a_request_keeps_its_buffer_alive_and_cannot_be_cancelled(drive: Drive) -> None:
+def test_a_request_keeps_buffer_and_file_alive_and_cannot_be_cancelled(drive: Drive) -> None:
+    """The future is all that the caller keeps."""
     path, _ = filled_file(drive.directory, 8 * MIB)
-    file = drive.backend.open(path, writable=True)
-    future = file.write_from(random_bytes(8 * MIB, seed=9), 0)
+    expected = random_bytes(8 * MIB, seed=9).tobytes()
+    future = drive.backend.open(path, writable=True).write_from(random_bytes(8 * MIB, seed=9), 0)
     assert not future.cancel()
     gc.collect()
-    junk = [random_bytes(8 * MIB, seed=0) for _ in range(3)]
+    junk = [random_bytes(8 * MIB, seed=0) for _ in range(3)]  # where a buffer was that is gone
     assert future.result() == 8 * MIB
-    assert path.read_bytes() == random_bytes(8 * MIB, seed=9).tobytes()
+    assert path.read_bytes() == expected
+
+    memory = np.zeros(8 * MIB, dtype=np.uint8)
+    out, gone = memory[:], threading.Event()
+    weakref.finalize(out, gone.set)
+    future = drive.backend.open(path, writable=False).read_into(out, 0)
+    del out
+    gc.collect()
+    assert not gone.is_set() or future.done()
+    assert future.result() == 8 * MIB
+    assert memory.tobytes() == expected
     del junk
 
 

@@ -290,9 +290,10 @@ def test_without_direct_io_by_choice(tmp_path: Path) -> None:
         backend.close()
 
 
-def test_a_drive_that_fills_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["posix-direct", "posix-open-refused", "kvikio"])
+def test_a_drive_that_fills_up(tmp_path: Path, kind: str) -> None:
     """A real ENOSPC, of reservations and of writes into a sparse file."""
-    with small_ext4(tmp_path, 16 * MIB) as directory, drive_of_kind("posix-direct") as drive:
+    with small_ext4(tmp_path, 16 * MIB) as directory, drive_of_kind(kind) as drive:
         with pytest.raises(StorageError, match=r"creating .* No space left .*64\.00 MiB wanted") as caught:
             drive.backend.create(directory / "large", 64 * MIB)
         assert caught.value.errno == errno.ENOSPC
