@@ -68,8 +68,9 @@ def open_drives(config: RunConfig, layout: Layout, attributes: dict[str, object]
         return None
     backend = open_backend(config.tiers.backend, threads=config.tiers.io_threads)
     try:
-        roots = [Path(name) / STATE_FOLDER for name in config.tiers.nvme_dirs]
-        return Drives(backend, ZarrDirectory.create(roots, layout, backend, attributes))
+        parts = [drives.Drive(f"{name}/{STATE_FOLDER}", backend) for name in config.tiers.nvme_dirs]
+        directory = ZarrDirectory.create(parts, layout, attributes, readback=config.tiers.readback)
+        return Drives(backend, directory)
     except BaseException:
         backend.close()
         raise

@@ -61,6 +61,10 @@ class TiersConfig:
     """What moves bytes to and from the drives; auto: kvikio where CUDA is, else posix (O_DIRECT)."""
     io_threads: int = 8
     """Threads that read and write the drives."""
+    readback: Literal["off", "sampled", "full"] = "sampled"
+    """Compare what the drives give back with checksums of what was written: never, of one write of a page in
+    eight, or of every page. A page that came back wrong ends the run before anything is computed with it.
+    """
 
     def __post_init__(self) -> None:
         if self.nvme_dirs is not None and (

@@ -5,7 +5,7 @@ models or tensors.
 - `seam`: every system call on a file, replaceable by tests
 - `backend`: what a backend is, and `open_backend`; `posix` and `kvikio_backend` are the two there are
 - `durable`: files and directories that are complete or not there
-- `drives`: checks, lock and spread of the directories that hold the state
+- `drives`: checks and lock of the directories that hold the state; `spread`: which of them gets which page
 - `memory`, `limits`: how much memory and how many files this process may take
 - `probes`: processor, drives, PCIe links
 """

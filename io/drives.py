@@ -1,4 +1,4 @@
-"""The directories that hold the state: checked before a run, locked during it, and filled evenly."""
+"""The directories that hold the state: checked before a run, and locked during it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,38 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, TypeVar
 
 import numpy as np
 
 from tierstream.io import mounts, seam
-from tierstream.io.backend import PathLike, TransferPath
+from tierstream.io.backend import Backend, PathLike, TransferPath
 from tierstream.io.errors import StorageError, storage_errors
 from tierstream.io.posix import probe
 from tierstream.io.sizes import format_bytes
 from tierstream.io.transfer import Direction, transfer_all, transfer_some
 
-_Page = TypeVar("_Page", bound=Hashable)
 _LOCK_NAME = ".tierstream.lock"
 _PID_NBYTES_MAX = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """A directory that holds part of the state, and how it is worked on.
+
+    Attributes:
+        directory: its path, made if missing.
+        backend: moves its bytes; several drives may share one.
+        weight: share of the traffic that it should carry, relative to the other drives: its bandwidth in any
+            unit, > 0.
+    """
+
+    directory: str
+    backend: Backend
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +47,14 @@ class DirectoryInfo:
     Attributes:
         path: absolute path.
         filesystem: type, e.g. "ext4"; "unknown" where the mount table does not tell.
+        device: number of the file system; directories of one number share its space.
         free_bytes: free for this user; reserved blocks are not counted.
         transfer_path: the way between its files and host memory.
     """
 
     path: str
     filesystem: str
+    device: int
     free_bytes: int
     transfer_path: TransferPath
 
@@ -64,10 +80,12 @@ def check_directories(needs: Iterable[tuple[PathLike, int]]) -> list[DirectoryIn
     need_of_drive: dict[int, int] = {}
     for path, need_bytes in needs:
         name = os.path.abspath(path)
-        drive = _check_is_directory(name)
-        need_of_drive[drive] = need_of_drive.get(drive, 0) + need_bytes
-        free_bytes = _check_free(name, need_of_drive[drive])
-        infos.append(DirectoryInfo(name, mounts.filesystem_of(name), free_bytes, _check_writable(name)))
+        device = _check_is_directory(name)
+        need_of_drive[device] = need_of_drive.get(device, 0) + need_bytes
+        free_bytes = _check_free(name, need_of_drive[device])
+        infos.append(
+            DirectoryInfo(name, mounts.filesystem_of(name), device, free_bytes, _check_writable(name))
+        )
     return infos
 
 
@@ -167,30 +185,3 @@ class DirectoryLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-class Spread(Generic[_Page]):
-    """Which root directory holds which page, so that every root gets nearly the same bytes.
-
-    Each page goes to the root with the fewest bytes so far, the first of equals; pages of one size so
-    alternate, and reading them in order keeps all drives busy. The result depends on the order of roots and
-    pages alone.
-
-    Args:
-        roots: the directories, one per drive.
-        pages: the pages and their bytes.
-    """
-
-    def __init__(self, roots: Sequence[PathLike], pages: Iterable[tuple[_Page, int]]) -> None:
-        self.roots = tuple(os.path.abspath(root) for root in roots)
-        filled = [0] * len(self.roots)
-        self._root_of: dict[_Page, str] = {}
-        for page, nbytes in pages:
-            index = filled.index(min(filled))
-            self._root_of[page] = self.roots[index]
-            filled[index] += nbytes
-        self.nbytes = tuple(filled)
-
-    def root_of(self, page: _Page) -> str:
-        """The root that holds the page."""
-        return self._root_of[page]

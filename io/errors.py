@@ -81,6 +81,10 @@ class StorageError(TierstreamError):
         super().__init__(f"{action} {self.path}{at} failed{why}{f'; {remedy}' if remedy else ''}")
 
 
+class CorruptionError(StorageError):
+    """A drive gave back other bytes than were written to it, and said nothing."""
+
+
 @contextmanager
 def storage_errors(action: str, path: str | os.PathLike[str], *, detail: str = "") -> Iterator[None]:
     """Raises an `OSError` of the `with` block as the `StorageError` that names action and path."""

@@ -4,6 +4,7 @@
 - `store`: leases on pages; what callers use, with `lease` and `stats`
 - `cache`: the state machine behind it, with `frames`, `policy`, `reclaim` (eviction, write-back), `prefetch`
 - `arena`: the DRAM, pinned for the GPU
-- `zarrdir`: chunk files on one or more drives; `hierarchy` is the format, `bfloat16` its type for zarr
+- `zarrdir`: chunk files on one or more drives; `hierarchy` is the format, `bfloat16` its type for zarr,
+  `readback` the check that drives give back what was written
 - `snapshot`: checkpoints that are complete or not there; `manifest` and `pagereader` are their format
 """

@@ -37,6 +37,21 @@ class StoreStats:
         return replace(self)
 
 
+@dataclass(frozen=True, slots=True)
+class DriveTraffic:
+    """Bytes of pages moved to and from one drive, counted as each transfer starts.
+
+    Attributes:
+        bytes_read: read.
+        bytes_written: written.
+        bytes_checked: of the bytes read, those that were compared with checksums and found right.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    bytes_checked: int = 0
+
+
 @dataclass(slots=True)
 class Faults:
     """Random delays that bring ordering bugs to light: before each I/O completes, and as each lease is

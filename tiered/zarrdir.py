@@ -10,20 +10,22 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstream.io import seam
-from tierstream.io.backend import Backend, File
-from tierstream.io.drives import DirectoryLock, Spread, check_directories
+from tierstream.io.backend import File
+from tierstream.io.drives import DirectoryLock, Drive, check_directories
 from tierstream.io.durable import make_directories, remove_tree
 from tierstream.io.errors import ConfigError, StorageError, storage_errors
+from tierstream.io.spread import Root, Spread
 from tierstream.tiered.hierarchy import (
     chunk_path,
     create_arrays,
@@ -33,109 +35,147 @@ from tierstream.tiered.hierarchy import (
     write_small,
 )
 from tierstream.tiered.layout import Layout, Page
+from tierstream.tiered.readback import Checksums, ReadBack, ReadBackMode, compare, followed_by
+from tierstream.tiered.stats import DriveTraffic
 
 #: Attribute of the root group by which a later run knows what it may remove.
 _MARKER = "tierstream_store"
+#: Places in the list of counts behind `DriveTraffic`.
+_READ, _WRITTEN, _CHECKED = range(3)
 
 
 class ZarrDirectory:
-    """Chunk files of a store in one or more directories, one per drive; held by one process at a time.
+    """Chunk files of a store on one or more drives; held by one process at a time.
 
     `create` makes it. Thread-safe.
 
     Attributes:
-        roots: absolute paths. The first holds the hierarchy that a zarr reader opens; chunk files on other
-            drives are symbolic links there.
+        roots: absolute paths, one per drive. The first holds the hierarchy that a zarr reader opens; chunk
+            files on other drives are symbolic links there.
     """
 
-    def __init__(self, roots: Sequence[Path], layout: Layout, backend: Backend, locks: ExitStack) -> None:
-        self.roots = [os.path.abspath(root) for root in roots]
+    def __init__(
+        self, drives: Sequence[Drive], layout: Layout, spread: Spread[Page], readback: ReadBack
+    ) -> None:
+        self.roots = [drive.directory for drive in drives]
         self.layout = layout
-        self._backend = backend
-        self._locks = locks
-        specs = sorted(layout.planes.values(), key=lambda spec: not spec.durable)
-        pages = [page for spec in specs for page in layout.pages(spec.unit, spec.plane)]
-        self._spread = Spread(self.roots, ((page, layout.page_nbytes(page)) for page in pages))
+        self._drives = drives
+        self._spread = spread
+        self._readback = readback
         self._files: dict[Page, File] = {}
-        self._files_lock = threading.Lock()
+        self._traffic = [[0, 0, 0] for _ in drives]
+        self._lock = threading.Lock()
         self._created: set[Page] = set()
+        self._locks = ExitStack()
 
     @classmethod
     def create(
-        cls, roots: Sequence[Path], layout: Layout, backend: Backend, attributes: Mapping[str, Any]
+        cls,
+        drives: Sequence[Drive],
+        layout: Layout,
+        attributes: Mapping[str, Any],
+        *,
+        readback: ReadBackMode = "sampled",
     ) -> Self:
         """Make the hierarchy anew and reserve the space of all durable planes.
 
         What an earlier store left in the directories is removed first; other files in them are let alone.
+        Pages are spread over the drives by their weights and their free space (`Spread`); pages of step-local
+        planes take no space until they are spilled.
 
         Args:
-            roots: directories, made if missing; one per drive.
+            drives: directories, made if missing, with the backends that move their bytes; backends stay the
+                caller's.
             layout: planes and page size.
-            backend: moves the bytes; stays the caller's.
             attributes: JSON values for the root group (model, run).
+            readback: which pages are compared, when they are read, with checksums of what was written; see
+                `ReadBack`.
 
         Raises:
             ConfigError: no directory, or one named twice.
-            StorageError: in use by another process, not writable, too little space (with both numbers).
+            StorageError: in use by another process, not writable, too little space (with all numbers).
         """
-        paths = [os.path.realpath(root) for root in roots]
+        real = [replace(drive, directory=os.path.realpath(drive.directory)) for drive in drives]
+        paths = [drive.directory for drive in real]
         if not paths or len(set(paths)) != len(paths):
             raise ConfigError(
-                f"NVMe directories {[str(root) for root in roots]}: name at least one, each of them once"
+                f"NVMe directories {[drive.directory for drive in drives]}: name at least one, each of them "
+                "once"
             )
         with ExitStack() as locks:
             for path in paths:
                 make_directories(path)
                 locks.enter_context(DirectoryLock(path))
-            directory = cls([Path(path) for path in paths], layout, backend, locks)
-            directory._remove_old()
-            directory._create(attributes)
+            for path in paths:
+                for unit in _units_of_old(f"{path}/zarr.json"):
+                    remove_tree(f"{path}/{unit}")
+            durable, step_local = (_pages(layout, durable=durable) for durable in (True, False))
+            spread = _spread(real, layout, durable, step_local)
+            directory = cls(real, layout, spread, ReadBack(readback, durable + step_local))
+            directory._create(attributes, durable)
             directory._locks = locks.pop_all()
         return directory
 
     def read(self, page: Page, frame: NDArray[np.uint8]) -> Future[int]:
-        """Fill the frame with the page; the future gives the bytes, or a StorageError."""
-        return self._file(page).read_into(frame, 0)
+        """Fill the frame with the page; the future gives the bytes.
+
+        Raises (from the future):
+            StorageError: the read failed. CorruptionError: other bytes came back than were written.
+        """
+        future = self._file(page, _READ).read_into(frame, 0)
+        written = self._readback.known(page)
+        return future if written is None else followed_by(future, partial(self._check, page, frame, written))
 
     def write(self, page: Page, frame: NDArray[np.uint8]) -> Future[int]:
-        """Write the frame to the page's chunk file, made now if the page is step-local; else as `read`."""
+        """Write the frame to the page's chunk file, made now if the page is step-local; the future gives the
+        bytes, or a StorageError.
+        """
         spec = self.layout.spec(page.unit, page.plane)
         if not spec.durable and page not in self._created:
             self._create_chunk(page)
-        return self._file(page).write_from(frame, 0)
+        checked = self._readback.choose(page)
+        future = self._file(page, _WRITTEN).write_from(frame, 0)
+        return followed_by(future, partial(self._readback.remember, page, frame)) if checked else future
 
     def path(self, page: Page) -> str:
         """The chunk file itself, not a link to it."""
-        return chunk_path(self._spread.root_of(page), *page)
+        return chunk_path(self._drive_of(page).directory, *page)
+
+    def traffic(self) -> dict[str, DriveTraffic]:
+        """Bytes moved so far, by root."""
+        with self._lock:
+            return {
+                root: DriveTraffic(*counts) for root, counts in zip(self.roots, self._traffic, strict=True)
+            }
 
     def close(self) -> None:
         """Close the files and let go of the directories; a second call does nothing. The files stay."""
-        with self._files_lock:
+        with self._lock:
             files, self._files = list(self._files.values()), {}
         for file in files:
             file.close()
         self._locks.close()
 
-    def _file(self, page: Page) -> File:
-        with self._files_lock:
+    def _drive_of(self, page: Page) -> Drive:
+        return self._drives[self._spread.index_of(page)]
+
+    def _file(self, page: Page, kind: int) -> File:
+        """The page's chunk file, of which all bytes are going to be moved."""
+        with self._lock:
             file = self._files.get(page)
             if file is None:
-                file = self._files[page] = self._backend.open(self.path(page), writable=True)
+                file = self._drive_of(page).backend.open(self.path(page), writable=True)
+                self._files[page] = file
+            self._traffic[self._spread.index_of(page)][kind] += self.layout.page_nbytes(page)
             return file
 
-    def _remove_old(self) -> None:
-        for root in self.roots:
-            for unit in _units_of_old(f"{root}/zarr.json"):
-                remove_tree(f"{root}/{unit}")
+    def _check(self, page: Page, frame: NDArray[np.uint8], written: Checksums) -> None:
+        compare(page, frame, written, path=self.path(page), directory=self._drive_of(page).directory)
+        with self._lock:
+            self._traffic[self._spread.index_of(page)][_CHECKED] += len(frame)
 
-    def _create(self, attributes: Mapping[str, Any]) -> None:
+    def _create(self, attributes: Mapping[str, Any], durable: Sequence[Page]) -> None:
         layout = self.layout
-        durable = [spec for spec in layout.planes.values() if spec.durable]
-        pages = [page for spec in durable for page in layout.pages(spec.unit, spec.plane)]
-        needs = dict.fromkeys(self.roots, 0)
-        for page in pages:
-            needs[self._spread.root_of(page)] += layout.page_nbytes(page)
-        check_directories(needs.items())
         units = sorted({spec.unit for spec in layout.planes.values()})
         for root in self.roots:
             # Before anything else, so that what is left of a start that fails is known too.
@@ -147,17 +187,45 @@ class ZarrDirectory:
             for spec in layout.planes.values():
                 make_directory(f"{root}/{spec.unit}/{spec.plane}")
                 make_directory(f"{root}/{spec.unit}/{spec.plane}/c")
-        for page in pages:
+        for page in durable:
             self._create_chunk(page)
 
     def _create_chunk(self, page: Page) -> None:
         path = self.path(page)
-        self._backend.create(path, self.layout.page_nbytes(page))
+        self._drive_of(page).backend.create(path, self.layout.page_nbytes(page))
         link = chunk_path(self.roots[0], *page)
         if link != path:
             with storage_errors("linking", link):
                 seam.current().symlink(path, link)
         self._created.add(page)
+
+
+def _pages(layout: Layout, *, durable: bool) -> list[Page]:
+    specs = [spec for spec in layout.planes.values() if spec.durable == durable]
+    return [page for spec in specs for page in layout.pages(spec.unit, spec.plane)]
+
+
+def _spread(
+    drives: Sequence[Drive], layout: Layout, durable: Iterable[Page], step_local: Iterable[Page]
+) -> Spread[Page]:
+    """Pages on drives, with space for all durable ones."""
+    # What must be on a certain drive is known only where there is one.
+    need_bytes = layout.nbytes(durable=True) if len(drives) == 1 else 0
+    infos = check_directories((drive.directory, need_bytes) for drive in drives)
+    roots = [
+        Root(
+            directory=drive.directory,
+            weight=drive.weight,
+            capacity_bytes=info.free_bytes,
+            volume=info.device,
+        )
+        for drive, info in zip(drives, infos, strict=True)
+    ]
+    return Spread(
+        roots,
+        [(page, layout.page_nbytes(page)) for page in durable],
+        [(page, layout.page_nbytes(page)) for page in step_local],
+    )
 
 
 def _units_of_old(group: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Directories: refused in one clear line, locked for one run, filled evenly."""
+"""Directories: refused in one clear line, locked for one run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.drive_kinds import small_ext4
 from support.faults import FaultySyscalls, fail
 
 from tierstream.io import seam
-from tierstream.io.drives import DirectoryLock, Spread, check_directories, check_directory
+from tierstream.io.drives import DirectoryLock, check_directories, check_directory
 from tierstream.io.errors import StorageError
 
 MIB = 1 << 20
@@ -193,35 +191,3 @@ def test_a_lock_that_fails_leaks_nothing(tmp_path: Path) -> None:
     with seam.injected(syscalls), pytest.raises(StorageError, match=r"locking .* No locks available"):
         DirectoryLock(tmp_path)
     assert not syscalls.open_descriptors
-
-
-# The spread
-
-pages_and_sizes = st.lists(st.integers(1, 64), max_size=200).map(lambda sizes: list(enumerate(sizes)))
-
-
-@given(pages_and_sizes, st.integers(1, 7))
-def test_roots_differ_by_one_page_at_most(pages: list[tuple[int, int]], count: int) -> None:
-    roots = [f"/drive{index}" for index in range(count)]
-    spread = Spread(roots, pages)
-    filled = dict.fromkeys(roots, 0)
-    for page, nbytes in pages:
-        filled[spread.root_of(page)] += nbytes
-    assert tuple(filled.values()) == spread.nbytes
-    assert max(spread.nbytes) - min(spread.nbytes) <= max((nbytes for _, nbytes in pages), default=0)
-    again = Spread(roots, pages)
-    assert [again.root_of(page) for page, _ in pages] == [spread.root_of(page) for page, _ in pages]
-
-
-def test_pages_of_one_size_alternate() -> None:
-    spread = Spread(["/a", "/b", "/c"], [(("unit", "weight", index), 4096) for index in range(7)])
-    assert [spread.root_of(("unit", "weight", index)) for index in range(7)] == ["/a", "/b", "/c"] * 2 + [
-        "/a"
-    ]
-
-
-def test_spread_over_relative_roots_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    spread = Spread(["here"], [("page", 1)])
-    monkeypatch.chdir("/")
-    assert spread.root_of("page") == str(tmp_path / "here")

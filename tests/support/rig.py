@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from support.stores import drives_in
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device import CopyFaults, Device
@@ -139,7 +140,7 @@ class Rig:
         self.backend = open_backend("posix", threads=2) if setup.nvme is not None else None
         self.directory = None
         if self.backend is not None and setup.nvme is not None:
-            self.directory = ZarrDirectory.create([setup.nvme], self.layout, self.backend, {})
+            self.directory = ZarrDirectory.create(drives_in([setup.nvme], self.backend), self.layout, {})
         register, unregister = self.device.pinning()
         self.store = Store(
             self.layout, register=register, unregister=unregister, dram_bytes=self.plan.dram_bytes,

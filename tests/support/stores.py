@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstream.io.backend import Backend
+from tierstream.io.drives import Drive
 from tierstream.tiered.layout import Layout, Page, PlaneSpec, TensorSpec
 
 PAGE_BYTES = 4096
@@ -52,6 +56,11 @@ def all_pages(layout: Layout, *, durable: bool | None = None) -> list[Page]:
         if durable is None or spec.durable == durable
         for page in layout.pages(*key)
     ]
+
+
+def drives_in(roots: Iterable[Path], backend: Backend) -> list[Drive]:
+    """Drives of one weight with one backend."""
+    return [Drive(str(root), backend) for root in roots]
 
 
 def content_bytes(layout: Layout, page: Page) -> int:

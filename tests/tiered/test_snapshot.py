@@ -14,7 +14,7 @@ import pytest
 import tensorstore
 import zarr
 from support.faults import FaultySyscalls
-from support.stores import all_pages, layout_of, mixed_layout
+from support.stores import all_pages, drives_in, layout_of, mixed_layout
 
 from tierstream._native import crc32c
 from tierstream.io import seam
@@ -41,7 +41,7 @@ def nvme_store(layout: Layout, roots: list[Path], backend: PosixBackend, frames:
     return Store(
         layout,
         dram_bytes=frames * layout.page_bytes,
-        directory=ZarrDirectory.create(roots, layout, backend, {}),
+        directory=ZarrDirectory.create(drives_in(roots, backend), layout, {}),
         prefetch_bytes=2 * layout.page_bytes,
         writeback_bytes=layout.page_bytes,
         debug=True,

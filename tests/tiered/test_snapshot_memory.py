@@ -19,6 +19,7 @@ _BIG_SNAPSHOT = """
 import resource, sys
 from pathlib import Path
 import numpy as np
+from tierstream.io.drives import Drive
 from tierstream.io.posix import PosixBackend
 from tierstream.tiered.layout import Layout, PlaneSpec
 from tierstream.tiered.snapshot import Snapshot, write_snapshot
@@ -31,7 +32,7 @@ backend = PosixBackend(threads=2)
 def store(name, page_bytes):
     planes = {(f"u{i}", "w"): PlaneSpec(f"u{i}", "w", "float32", 3 << 20, True) for i in range(8)}
     layout = Layout(page_bytes, planes)
-    directory = ZarrDirectory.create([root / name], layout, backend, {})
+    directory = ZarrDirectory.create([Drive(str(root / name), backend)], layout, {})
     return Store(layout, dram_bytes=4 << 20, directory=directory, prefetch_bytes=0, writeback_bytes=1 << 20)
 
 def peak_kib():

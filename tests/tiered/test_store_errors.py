@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.faults import FaultySyscalls, fail
-from support.stores import PAGE_BYTES, all_pages, layout_of, uniform_layout
+from support.stores import PAGE_BYTES, all_pages, drives_in, layout_of, uniform_layout
 
 from tierstream.io import seam
 from tierstream.io.errors import StorageError
@@ -49,7 +49,7 @@ def make(
     return Store(
         layout,
         dram_bytes=frames * PAGE_BYTES,
-        directory=ZarrDirectory.create([path], layout, backend, {}),
+        directory=ZarrDirectory.create(drives_in([path], backend), layout, {}),
         prefetch_bytes=prefetch * PAGE_BYTES,
         writeback_bytes=2 * PAGE_BYTES,
         faults=Faults(0, 0.001),

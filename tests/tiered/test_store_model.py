@@ -11,7 +11,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.stores import PAGE_BYTES, MemoryDirectory, all_pages, content_bytes, mixed_layout, pattern
+from support.stores import (
+    PAGE_BYTES,
+    MemoryDirectory,
+    all_pages,
+    content_bytes,
+    drives_in,
+    mixed_layout,
+    pattern,
+)
 
 from tierstream.io.errors import InvariantError
 from tierstream.io.posix import PosixBackend
@@ -51,7 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.directory = MemoryDirectory()
         elif home == "files":
             roots = [self.scratch / "a", self.scratch / "b"]
-            self.directory = ZarrDirectory.create(roots, LAYOUT, self.backend, {})
+            self.directory = ZarrDirectory.create(drives_in(roots, self.backend), LAYOUT, {}, readback="full")
         else:
             frames = 3 * len(PAGES)
         self.store = Store(

@@ -16,6 +16,7 @@ from support.stores import (
     MemoryDirectory,
     all_pages,
     content_bytes,
+    drives_in,
     mixed_layout,
     pattern,
     uniform_layout,
@@ -82,7 +83,9 @@ def test_content_is_right_under_random_delays(tmp_path: Path, seed: int, policy:
     pages = all_pages(LAYOUT, durable=True)
     backend = PosixBackend(threads=3)
     directory: Directory = (
-        ZarrDirectory.create([tmp_path], LAYOUT, backend, {}) if seed % 2 else MemoryDirectory(threads=3)
+        ZarrDirectory.create(drives_in([tmp_path], backend), LAYOUT, {}, readback="full")
+        if seed % 2
+        else MemoryDirectory(threads=3)
     )
     truth: dict[Page, int] = {}
     with Store(

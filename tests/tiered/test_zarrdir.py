@@ -18,7 +18,7 @@ import pytest
 import tensorstore
 import zarr
 from support.faults import FaultySyscalls, fail
-from support.stores import PAGE_BYTES, all_pages, layout_of, mixed_layout
+from support.stores import PAGE_BYTES, all_pages, drives_in, layout_of, mixed_layout
 
 from tierstream.io import seam
 from tierstream.io.errors import ConfigError, StorageError
@@ -42,7 +42,7 @@ def store_in(roots: list[Path], backend: PosixBackend, layout: Layout = LAYOUT, 
     return Store(
         layout,
         dram_bytes=frames * layout.page_bytes,
-        directory=ZarrDirectory.create(roots, layout, backend, {"model": "test"}),
+        directory=ZarrDirectory.create(drives_in(roots, backend), layout, {"model": "test"}),
         prefetch_bytes=0,
         writeback_bytes=2 * layout.page_bytes,
     )
@@ -142,7 +142,7 @@ def test_hundreds_of_arrays_are_made_in_a_moment(tmp_path: Path, backend: PosixB
         *((f"layers.{unit}", plane, "float32", 4096, True) for unit in range(100) for plane in "abcd")
     )
     begun = time.perf_counter()
-    ZarrDirectory.create([tmp_path], layout, backend, {}).close()
+    ZarrDirectory.create(drives_in([tmp_path], backend), layout, {}).close()
     assert time.perf_counter() - begun < 5
     assert len(list(tmp_path.glob("*/*/c/*"))) == 1600
 
@@ -161,9 +161,9 @@ def test_a_drive_that_is_too_small_is_refused_before_anything_is_made(
 
     need = LAYOUT.nbytes(durable=True)
     with seam.injected(Small()), pytest.raises(StorageError, match=rf"\({need} bytes\) are needed.*are free"):
-        ZarrDirectory.create([tmp_path], LAYOUT, backend, {})
+        ZarrDirectory.create(drives_in([tmp_path], backend), LAYOUT, {})
     assert not list(tmp_path.glob("layers*"))
-    ZarrDirectory.create([tmp_path], LAYOUT, backend, {}).close()
+    ZarrDirectory.create(drives_in([tmp_path], backend), LAYOUT, {}).close()
 
 
 def test_space_that_runs_out_while_reserving_is_named(tmp_path: Path, backend: PosixBackend) -> None:
@@ -171,7 +171,7 @@ def test_space_that_runs_out_while_reserving_is_named(tmp_path: Path, backend: P
         seam.injected(FaultySyscalls(fail(errno.ENOSPC, on="posix_fallocate", at=9))),
         pytest.raises(StorageError, match="No space left"),
     ):
-        ZarrDirectory.create([tmp_path], LAYOUT, backend, {})
+        ZarrDirectory.create(drives_in([tmp_path], backend), LAYOUT, {})
     # The next start removes what is there and is not kept out by a lock.
     with store_in([tmp_path], backend) as store:
         fill(store, seed=0)
@@ -184,7 +184,7 @@ def test_a_file_system_without_links_is_named(tmp_path: Path, backend: PosixBack
         seam.injected(FaultySyscalls(fail(errno.EPERM, on="symlink", at=3))),
         pytest.raises(StorageError, match=rf"linking {roots[0]}/.*/c/\d+ failed.*Operation not permitted"),
     ):
-        ZarrDirectory.create(roots, LAYOUT, backend, {})
+        ZarrDirectory.create(drives_in(roots, backend), LAYOUT, {})
     with store_in(roots, backend) as store:
         fill(store, seed=0)
 
@@ -194,7 +194,7 @@ def test_two_stores_do_not_share_a_directory(tmp_path: Path, backend: PosixBacke
     with store_in([tmp_path / "own", shared], backend) as store:
         values = fill(store, seed=0)
         with pytest.raises(StorageError, match=rf"process {os.getpid()} is using this directory"):
-            ZarrDirectory.create([tmp_path / "other", shared], LAYOUT, backend, {})
+            ZarrDirectory.create(drives_in([tmp_path / "other", shared], backend), LAYOUT, {})
         child = subprocess.run(
             [sys.executable, "-c", _SECOND_RUN, str(shared)], capture_output=True, text=True, check=False
         )
@@ -203,16 +203,16 @@ def test_two_stores_do_not_share_a_directory(tmp_path: Path, backend: PosixBacke
         out = np.empty_like(values[key])
         store.read_range(*key, 0, out)
         assert same_bits(out, values[key])
-    ZarrDirectory.create([tmp_path / "other", shared], LAYOUT, backend, {}).close()
+    ZarrDirectory.create(drives_in([tmp_path / "other", shared], backend), LAYOUT, {}).close()
 
 
 _SECOND_RUN = """
 import sys
-from pathlib import Path
+from tierstream.io.drives import Drive
 from tierstream.io.posix import PosixBackend
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.zarrdir import ZarrDirectory
-ZarrDirectory.create([Path(sys.argv[1])], Layout(4096, {}), PosixBackend(threads=1), {})
+ZarrDirectory.create([Drive(sys.argv[1], PosixBackend(threads=1))], Layout(4096, {}), {})
 """
 
 
@@ -221,7 +221,7 @@ def test_directories_are_named_once(tmp_path: Path, backend: PosixBackend, names
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with pytest.raises(ConfigError, match="at least one, each of them once"):
-        ZarrDirectory.create([tmp_path / name for name in names], LAYOUT, backend, {})
+        ZarrDirectory.create(drives_in([tmp_path / name for name in names], backend), LAYOUT, {})
 
 
 def test_an_old_store_is_removed_and_other_files_are_not(tmp_path: Path, backend: PosixBackend) -> None:
@@ -243,7 +243,7 @@ def test_a_foreign_zarr_group_is_not_taken_over(tmp_path: Path, backend: PosixBa
     group = zarr.create_group(tmp_path)
     group.create_array("layers.0", shape=(3,), dtype="float32")[:] = 1
     with pytest.raises(StorageError, match="belongs to something else"):
-        ZarrDirectory.create([tmp_path], LAYOUT, backend, {})
+        ZarrDirectory.create(drives_in([tmp_path], backend), LAYOUT, {})
     assert zarr.open_array(tmp_path / "layers.0", mode="r")[0] == 1
 
 
@@ -255,7 +255,7 @@ def test_a_damaged_list_of_units_removes_nothing(tmp_path: Path, backend: PosixB
     (tmp_path / "precious").write_text("x")
     (root / "zarr.json").write_text(json.dumps({"attributes": attributes}))
     with pytest.raises(StorageError, match="damaged"):
-        ZarrDirectory.create([root], LAYOUT, backend, {})
+        ZarrDirectory.create(drives_in([root], backend), LAYOUT, {})
     assert (tmp_path / "precious").read_text() == "x"
 
 
@@ -313,7 +313,7 @@ def test_the_data_type_is_announced_to_zarr() -> None:
 
 
 def test_page_paths(tmp_path: Path, backend: PosixBackend) -> None:
-    directory = ZarrDirectory.create([tmp_path], LAYOUT, backend, {})
+    directory = ZarrDirectory.create(drives_in([tmp_path], backend), LAYOUT, {})
     assert directory.path(Page("layers.0", "weight", 2)) == f"{tmp_path}/layers.0/weight/c/2"
     directory.close()
     directory.close()
