@@ -76,7 +76,7 @@ def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
 
 def _field_docs(cls: type) -> dict[str, str]:
     """The string literal under each field, as one line; Python itself does not keep them."""
-    docs = {}
+    docs: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         docs |= _own_field_docs(base)
     return docs
