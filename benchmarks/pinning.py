@@ -24,10 +24,10 @@ import torch
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device import Device
+from tierstream.io.host_memory import allocate
 from tierstream.io.memory import current_rss_bytes
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.arena import REGISTER_BYTES_MAX
-from tierstream.tiered.host_memory import allocate
 
 
 class Pinned(NamedTuple):

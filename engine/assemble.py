@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from tierstream.engine import initialise, source
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
+from tierstream.engine.machine import KnownDrive
 from tierstream.engine.meta_model import materialise_buffers
 from tierstream.engine.plan import Plan
 from tierstream.engine.runtime import Runtime
@@ -19,7 +21,9 @@ from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.units import ModelUnits
 from tierstream.io import drives
-from tierstream.io.backend import Backend, open_backend
+from tierstream.io.backend import TransferPath, open_backend
+from tierstream.io.errors import ConfigError
+from tierstream.io.spread import Root, Spread
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.store import Store
@@ -31,14 +35,44 @@ STATE_FOLDER = "tierstream-state"
 
 @dataclass(frozen=True)
 class Drives:
-    """The NVMe tier of a run."""
+    """The NVMe tier of a run.
 
-    backend: Backend
+    Attributes:
+        known: how each directory is worked on, and what its drive gives.
+        paths: directory -> the way that its bytes take.
+    """
+
     directory: ZarrDirectory
+    known: list[KnownDrive]
+    paths: dict[str, TransferPath]
+    opened: ExitStack
 
     def close(self) -> None:
-        self.directory.close()
-        self.backend.close()
+        self.opened.close()
+
+
+def check_paths(config: RunConfig) -> dict[str, TransferPath]:
+    """Directory of `tiers.nvme_dirs` -> the way between its files and host memory, found by trying it.
+
+    Raises:
+        StorageError: a directory is missing, or cannot be written or read.
+        ConfigError: it is not the way that `tiers.require_path` demands.
+    """
+    if config.tiers.nvme_dirs is None:
+        return {}
+    required = config.tiers.require_path
+    backend = open_backend(config.tiers.backend, threads=1)
+    try:
+        taken = {name: backend.transfer_path(name) for name in config.tiers.nvme_dirs}
+    finally:
+        backend.close()
+    for name, path in taken.items():
+        if required is not None and path.name != required:
+            raise ConfigError(
+                f"tiers.require_path is {required}, but bytes of {name} take the way {path}: name another "
+                "directory or backend, or leave tiers.require_path out"
+            )
+    return taken
 
 
 def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
@@ -50,30 +84,64 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     Raises:
         StorageError: names the directory, the bytes needed and the bytes free.
     """
-    roots = [os.path.abspath(name) for name in config.tiers.nvme_dirs or []]
-    needs: dict[str, int] = {root: -(-(plan.nvme_bytes + plan.spill_bytes) // len(roots)) for root in roots}
+    saves = 0
     if config.checkpoint.every_steps is not None or config.checkpoint.at_end:
         saves = 1 if config.checkpoint.every_steps is None else config.checkpoint.keep + 1
-        needs[os.path.abspath(run_dir)] = needs.get(os.path.abspath(run_dir), 0) + saves * plan.durable_bytes
-    drives.check_directories(needs.items())
+    checkpoints = (os.path.abspath(run_dir), saves * plan.durable_bytes)
+    roots = [os.path.abspath(name) for name in config.tiers.nvme_dirs or []]
+    state_bytes = plan.nvme_bytes + plan.spill_bytes
+    if len(roots) < 2:
+        drives.check_directories([*((root, state_bytes) for root in roots), checkpoints])
+        return
+    # Several drives share the state by their speed, and by their space where that is short.
+    *infos, own = drives.check_directories([*((root, 0) for root in roots), checkpoints])
+    Spread(
+        [
+            Root(
+                directory=info.path,
+                weight=1.0,
+                capacity_bytes=info.free_bytes - (checkpoints[1] if info.device == own.device else 0),
+                volume=info.device,
+            )
+            for info in infos
+        ],
+        ((index, plan.page_bytes) for index in range(-(-state_bytes // plan.page_bytes))),
+    )
 
 
-def open_drives(config: RunConfig, layout: Layout, attributes: dict[str, object]) -> Drives | None:
+def open_drives(
+    config: RunConfig,
+    layout: Layout,
+    attributes: dict[str, object],
+    known: list[KnownDrive],
+    paths: dict[str, TransferPath],
+) -> Drives | None:
     """Create the state's files on the drives; None where the state lives in DRAM.
+
+    Args:
+        known: of `tiers.nvme_dirs`, in order. paths: as `check_paths` found them.
 
     Raises:
         StorageError: a directory is missing, full, not writable, or in use by another run.
     """
-    if config.tiers.nvme_dirs is None:
+    if not known:
         return None
-    backend = open_backend(config.tiers.backend, threads=config.tiers.io_threads)
-    try:
-        parts = [drives.Drive(f"{name}/{STATE_FOLDER}", backend) for name in config.tiers.nvme_dirs]
+    with ExitStack() as opened:
+        parts = []
+        for drive in known:
+            tuning = drive.tuning
+            backend = open_backend(
+                config.tiers.backend,
+                threads=tuning.threads,
+                task_bytes=tuning.task_bytes,
+                queue_depth=tuning.queue_depth,
+            )
+            opened.callback(backend.close)
+            root = os.path.join(drive.directory, STATE_FOLDER)
+            parts.append(drives.Drive(root, backend, drive.weight))
         directory = ZarrDirectory.create(parts, layout, attributes, readback=config.tiers.readback)
-        return Drives(backend, directory)
-    except BaseException:
-        backend.close()
-        raise
+        opened.callback(directory.close)
+        return Drives(directory, known, paths, opened.pop_all())
 
 
 def build_store(

@@ -162,6 +162,24 @@ class TierPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrivePlan:
+    """How one of `tiers.nvme_dirs` is worked on. Rates in bytes per second; None: not measured."""
+
+    directory: str
+    path: str
+    """How bytes get there (`posix-direct`, `kvikio-compat`, ...), with the reason."""
+    threads: int
+    task_bytes: int
+    queue_depth: int
+    share: float
+    """Of the state's bytes, where space allows."""
+    read: float | None
+    write: float | None
+    mixed: float | None
+    """Reads and writes side by side, both counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """What is known before step 0."""
 
@@ -174,8 +192,9 @@ class PlanReport:
     tiers: tuple[TierPlan, ...]
     bound_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each resource needs for one step: the largest is the bound. Empty: not measured."""
-    paths: Mapping[str, str] = field(default_factory=dict)
-    """Directory -> how bytes get there (`posix-direct`, `gds`, ...), with the reason."""
+    drives: tuple[DrivePlan, ...] = ()
+    written_bytes_per_step: int = 0
+    """What the drives must take in the steady state, at least: they wear by it."""
 
     @property
     def bound(self) -> tuple[str, float] | None:

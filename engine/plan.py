@@ -59,8 +59,14 @@ class TiersConfig:
     """
     backend: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves bytes to and from the drives; auto: kvikio where CUDA is, else posix (O_DIRECT)."""
-    io_threads: int = 8
-    """Threads that read and write the drives."""
+    io_threads: int | None = None
+    """Threads that read and write each drive; null: what the machine profile found best, or 8."""
+    profile: str | None = None
+    """Machine profile of `tierstream bench --profile`: tunes the drives and spares measuring at the start;
+    null: what is needed is measured then.
+    """
+    require_path: Literal["posix-direct", "kvikio-compat", "gds"] | None = None
+    """Refuse to start unless the bytes of every drive really take this way."""
     readback: Literal["off", "sampled", "full"] = "sampled"
     """Compare what the drives give back with checksums of what was written: never, of one write of a page in
     eight, or of every page. A page that came back wrong ends the run before anything is computed with it. Per
@@ -79,7 +85,7 @@ class TiersConfig:
             raise ConfigError(
                 f"tiers.page is {int(self.page)} bytes; it must be a positive multiple of {PAGE_ALIGN_BYTES}"
             )
-        if self.io_threads < 1:
+        if self.io_threads is not None and self.io_threads < 1:
             raise ConfigError(f"tiers.io_threads is {self.io_threads}; it must be >= 1")
 
 

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from tierstream.engine import assemble, checkpoint
-from tierstream.engine.bound import drive_traffic, measure_rates, step_bound
+from tierstream.engine.bound import drive_traffic, step_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, open_rows
 from tierstream.engine.device import Device
+from tierstream.engine.machine import KnownDrive, known_drives, load_profile, machine_rates
 from tierstream.engine.meta_model import build_meta_model
 from tierstream.engine.metrics import (
+    DrivePlan,
     MetricsWriter,
     Observer,
     PlanReport,
@@ -36,6 +38,7 @@ from tierstream.engine.sweep import Batch
 from tierstream.engine.units import TORCH_DTYPES, ModelUnits, find_units
 from tierstream.io import durable, memory
 from tierstream.io.errors import TrainingStopped
+from tierstream.io.profile import MachineProfile
 from tierstream.tiered.layout import Layout
 
 
@@ -129,12 +132,15 @@ class _Run:
         )
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
         weights = assemble.plan_weights(config, model)
+        profile = load_profile(config.tiers)
+        paths = assemble.check_paths(config)
         assemble.check_space(config, plan, run_dir)
         rows = open_rows(
             config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed
         )
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
-        tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]})
+        known = known_drives(config.tiers, profile)
+        tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]}, known, paths)
         if tier is not None:
             parts.callback(tier.close)
         store = assemble.build_store(config, layout, plan, tier, device, config.train.debug)
@@ -149,7 +155,7 @@ class _Run:
         left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
         observer.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
         run = cls(config, observer, directory, rows, runtime, state | {"settings": settings})
-        observer.on_plan(_report(config, units, layout, plan, runtime, tier, device, run.step))
+        observer.on_plan(_report(config, units, layout, plan, runtime, tier, device, profile, run.step))
         return run
 
     def train_step(self) -> StepMetrics:
@@ -275,18 +281,18 @@ def _report(
     runtime: Runtime,
     tier: assemble.Drives | None,
     device: Device,
+    profile: MachineProfile,
     step: int,
 ) -> PlanReport:
     """What is known before step 0, with the bound of a step from rates measured here."""
     frames = plan.dram_bytes // plan.page_bytes
     reads, writes = drive_traffic(runtime.steady_schedule, frames) if tier is not None else (0, 0)
-    roots = [Path(name) for name in config.tiers.nvme_dirs or []]
-    rates = measure_rates(
+    rates = machine_rates(
+        profile,
+        tier.known if tier else [],
         device,
         TORCH_DTYPES[units.embed.dtype],
         assemble.update_threads(config),
-        tier.backend if tier else None,
-        [root / assemble.STATE_FOLDER for root in roots],
     )
     bound = step_bound(
         rates,
@@ -321,5 +327,21 @@ def _report(
         dtypes=dtypes | {"gradient sum": "float32"},
         tiers=tuple(tiers),
         bound_s=bound.seconds,
-        paths={str(root): str(tier.backend.transfer_path(root)) for root in roots} if tier else {},
+        drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
+        written_bytes_per_step=writes * plan.page_bytes,
+    )
+
+
+def _drive_plan(drive: KnownDrive, tier: assemble.Drives) -> DrivePlan:
+    tuning, rates = drive.tuning, drive.rates
+    return DrivePlan(
+        directory=drive.directory,
+        path=str(tier.paths[drive.directory]),
+        threads=tuning.threads,
+        task_bytes=tuning.task_bytes,
+        queue_depth=tuning.queue_depth,
+        share=drive.weight / sum(each.weight for each in tier.known),
+        read=None if rates is None else rates.read,
+        write=None if rates is None else rates.write,
+        mixed=None if rates is None else rates.mixed,
     )

@@ -134,6 +134,21 @@ class Counter:
             return TransferCounts(self._bytes_direct, self._bytes_buffered)
 
 
+def resolve_backend(name: str) -> Literal["posix", "kvikio"]:
+    """What "auto" stands for on this machine: kvikio where it and a CUDA device are there, else posix.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    from tierstream.io.kvikio_backend import cuda_device_present, kvikio_problem
+
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown I/O backend {name!r}; choose one of {', '.join(BACKENDS)}")
+    if name == "posix" or name == "kvikio":
+        return name  # type: ignore[return-value]
+    return "kvikio" if cuda_device_present() and not kvikio_problem() else "posix"
+
+
 def open_backend(
     name: str = "auto",
     *,
@@ -141,8 +156,7 @@ def open_backend(
     task_bytes: int = DEFAULT_TASK_BYTES,
     queue_depth: int = DEFAULT_QUEUE_DEPTH,
 ) -> Backend:
-    """Opens the backend `name`: "posix", "kvikio", or "auto", which is kvikio where it and a CUDA device are
-    there, else posix.
+    """Opens the backend `name`: "posix", "kvikio", or "auto" (see `resolve_backend`).
 
     Args:
         threads: worker threads; also the number of transfers in flight at a time.
@@ -153,11 +167,8 @@ def open_backend(
         ConfigError: an unknown name, or kvikio cannot be used here (with the reason and the remedy).
     """
     # The backends import this module's types.
-    from tierstream.io.kvikio_backend import KvikioBackend, cuda_device_present, kvikio_problem
+    from tierstream.io.kvikio_backend import KvikioBackend
     from tierstream.io.posix import PosixBackend
 
-    if name not in BACKENDS:
-        raise ConfigError(f"unknown I/O backend {name!r}; choose one of {', '.join(BACKENDS)}")
-    if name == "kvikio" or (name == "auto" and cuda_device_present() and not kvikio_problem()):
-        return KvikioBackend(threads=threads, task_bytes=task_bytes, queue_depth=queue_depth)
-    return PosixBackend(threads=threads, task_bytes=task_bytes, queue_depth=queue_depth)
+    kind = KvikioBackend if resolve_backend(name) == "kvikio" else PosixBackend
+    return kind(threads=threads, task_bytes=task_bytes, queue_depth=queue_depth)

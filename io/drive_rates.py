@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from tierstream.io.backend import Backend, Buffer, TransferPath, open_backend
 from tierstream.io.errors import ConfigError
@@ -14,6 +15,8 @@ from tierstream.io.posix import PosixBackend
 from tierstream.io.scratch import forget_cached, incompressible, stamp, sync
 from tierstream.io.workload import Access, blocks, cached_note, run_requests, storage_bytes
 
+BackendKind: TypeAlias = Literal["posix", "kvikio"]
+BufferKind: TypeAlias = Literal["host", "device"]
 ACCESSES: tuple[Access, ...] = ("read", "write", "mixed")
 #: Tunings within this share of the best are as good: the one that costs least is taken.
 _AS_GOOD = 0.97
@@ -48,33 +51,39 @@ class Setting:
 
     access: Access
     tuning: Tuning
-    backend: str = "posix"
+    backend: BackendKind = "posix"
     direct: bool = True
-    buffer: str = "host"
+    buffer: BufferKind = "host"
 
 
 class DriveTarget:
-    """A file on a drive, and settings run on it, each going on in the file where the last one stopped.
+    """Files on a drive, and settings run on them, each going on where the last one stopped.
 
     Args:
-        path: an existing file; it is written only by settings that write.
-        nbytes: its size.
+        paths: existing files, used in this order; they are written only by settings that write.
+        file_bytes: size of each.
         allocate_device: makes a device buffer of so many bytes, for settings of `buffer` "device".
     """
 
     def __init__(
-        self, path: str, nbytes: int, allocate_device: Callable[[int], Buffer] | None = None
+        self, paths: Sequence[str], file_bytes: int, allocate_device: Callable[[int], Buffer] | None = None
     ) -> None:
-        self.path, self.nbytes = path, nbytes
+        self.paths, self.file_bytes = list(paths), file_bytes
         self._allocate_device = allocate_device
+        self._host = incompressible(0)
         self._position = 0
         self._stamps = itertools.count()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return len(self.paths) * self.file_bytes
 
     def path_taken(self, setting: Setting) -> TransferPath:
         """The way that the bytes of this setting take."""
         backend = _open(setting)
         try:
-            return backend.transfer_path(self.path, device=setting.buffer == "device")
+            return backend.transfer_path(self.paths[0], device=setting.buffer == "device")
         finally:
             backend.close()
 
@@ -89,31 +98,43 @@ class DriveTarget:
             ConfigError: the file is too small for the setting.
         """
         tuning = setting.tuning
-        if self.nbytes < tuning.task_bytes:
+        if self.file_bytes < tuning.task_bytes:
             raise ConfigError(
-                f"{self.path} has {self.nbytes} bytes, less than one block of {tuning.task_bytes}: "
+                f"{self.paths[0]} has {self.file_bytes} bytes, less than one block of {tuning.task_bytes}: "
                 "choose smaller blocks or a larger file"
             )
         count = max(4 * tuning.queue_depth, amount_bytes // tuning.task_bytes)
         count += count % 2  # "mixed" is half and half
         start, self._position = self._position, self._position + count
         requests = list(
-            blocks(setting.access, self.nbytes, tuning.task_bytes, count, start=start, seed=start)
+            blocks(
+                setting.access,
+                len(self.paths),
+                self.file_bytes,
+                tuning.task_bytes,
+                count,
+                start=start,
+                seed=start,
+            )
         )
-        buffers = [self._buffer(setting, index) for index in range(tuning.queue_depth)]
+        buffers = self._buffers(setting)
+        touched = [self.paths[index] for index in sorted({request.file for request in requests})]
         if not setting.direct:
-            forget_cached(self.path)
+            for path in touched:
+                forget_cached(path)
         backend = _open(setting)
         try:
-            file = backend.open(self.path, writable=setting.access != "read")
+            files = [backend.open(path, writable=setting.access != "read") for path in self.paths]
             before = storage_bytes()
             cpu, begin = time.process_time(), time.perf_counter()
-            run_requests(file, requests, buffers, self._stamp if setting.buffer == "host" else None)
+            run_requests(files, requests, buffers, self._stamp if setting.buffer == "host" else None)
             if setting.access != "read" and not setting.direct:
-                sync(self.path)
+                for path in touched:
+                    sync(path)
             seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
             after = storage_bytes()
-            file.close()
+            for file in files:
+                file.close()
         finally:
             backend.close()
         amount = count * tuning.task_bytes
@@ -134,12 +155,16 @@ class DriveTarget:
         }
         return Case(labels, "B", lambda: self.run(setting, amount_bytes))
 
-    def _buffer(self, setting: Setting, seed: int) -> Buffer:
+    def _buffers(self, setting: Setting) -> list[Buffer]:
+        """One block per request under way."""
+        nbytes, depth = setting.tuning.task_bytes, setting.tuning.queue_depth
         if setting.buffer == "host":
-            return incompressible(setting.tuning.task_bytes, seed)
+            if self._host.nbytes < depth * nbytes:
+                self._host = incompressible(depth * nbytes)
+            return [self._host[index * nbytes :][:nbytes] for index in range(depth)]
         if self._allocate_device is None:
             raise ConfigError("device buffers need a CUDA device")
-        return self._allocate_device(setting.tuning.task_bytes)
+        return [self._allocate_device(nbytes) for _ in range(depth)]
 
     def _stamp(self, buffer: Buffer) -> None:
         stamp(buffer, next(self._stamps))

@@ -15,11 +15,18 @@ from typing import Any, Self, TypeVar
 
 from tierstream.io import mounts, seam
 from tierstream.io.backend import PathLike
-from tierstream.io.drive_rates import Tuning
+from tierstream.io.drive_rates import ACCESSES, BackendKind, DriveTarget, Setting, Tuning
 from tierstream.io.durable import write_file
 from tierstream.io.errors import ConfigError, storage_errors
+from tierstream.io.measure import measure
+from tierstream.io.scratch import ScratchFolder
 
 FORMAT = 1
+_QUICK_FILE_BYTES = 64 << 20
+#: Requests under way in a quick measurement: enough for any drive, and 32 MiB of memory.
+_QUICK_QUEUE_DEPTH = 8
+#: A drive with less free space than this is not measured: the state comes first.
+_SPARE_BYTES = 4 * _QUICK_FILE_BYTES
 _Section = TypeVar("_Section")
 
 
@@ -40,7 +47,7 @@ class DriveProfile:
     directory: str
     device: str
     filesystem: str
-    backend: str
+    backend: BackendKind
     tuning: Tuning
     read: float
     write: float
@@ -129,6 +136,33 @@ def drive_identity(directory: PathLike) -> tuple[str, str]:
     with storage_errors("looking at", name):
         number = seam.current().stat(name).st_dev
         return f"{os.major(number)}:{os.minor(number)}", mounts.filesystem_of(name)
+
+
+def measure_drive(directory: PathLike, backend: BackendKind, tuning: Tuning) -> DriveProfile | None:
+    """Measures the drive of an existing directory in a second or two, as `tuning` works on it; the best of a
+    few runs counts, since other users of a drive only ever slow it down.
+
+    Returns:
+        None where too little space is free.
+
+    Raises:
+        StorageError: the drive fails.
+    """
+    name = os.fspath(directory)
+    usage = seam.current().statvfs(name)
+    if usage.f_bavail * usage.f_frsize < _SPARE_BYTES:
+        return None
+    device, filesystem = drive_identity(name)
+    quick = replace(tuning, queue_depth=min(tuning.queue_depth, _QUICK_QUEUE_DEPTH))
+    with ScratchFolder(name) as folder:
+        target = DriveTarget([folder.new_file("file", _QUICK_FILE_BYTES)], _QUICK_FILE_BYTES)
+        settings = [Setting(access=access, tuning=quick, backend=backend) for access in ACCESSES]
+        found = measure([target.case(each, _QUICK_FILE_BYTES) for each in settings], rounds=2)
+    read, write, mixed = (max(measurement.rates) for measurement in found)
+    return DriveProfile(
+        directory=os.path.abspath(name), device=device, filesystem=filesystem, backend=backend, tuning=tuning,
+        read=read, write=write, mixed=mixed,
+    )  # fmt: skip
 
 
 def _without_format(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,17 +22,30 @@ Access: TypeAlias = Literal["read", "write", "mixed"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One block to be moved."""
+    """One block to be moved; `file` is the number of the file."""
 
     direction: Direction
+    file: int
     offset: int
     nbytes: int
 
 
 def blocks(
-    access: Access, file_bytes: int, block_bytes: int, count: int, *, start: int = 0, seed: int = 0
+    access: Access,
+    files: int,
+    file_bytes: int,
+    block_bytes: int,
+    count: int,
+    *,
+    start: int = 0,
+    seed: int = 0,
 ) -> Iterator[Request]:
-    """`count` whole blocks of the file in order, from block number `start` on, beginning anew at its end.
+    """`count` whole blocks of some files in order, from block number `start` on, beginning anew at the end of
+    the last one.
+
+    Args:
+        files: how many there are. file_bytes: size of each.
+        seed: of the order of reads and writes.
 
     For "mixed" the reads and writes are half each, in an order that does not repeat.
     """
@@ -43,11 +56,12 @@ def blocks(
         np.random.default_rng(seed).shuffle(writes)
     for index in range(count):
         direction = Direction.WRITE if writes[index] else Direction.READ
-        yield Request(direction, (start + index) % per_file * block_bytes, block_bytes)
+        file, block = divmod((start + index) % (files * per_file), per_file)
+        yield Request(direction, file, block * block_bytes, block_bytes)
 
 
 def run_requests(
-    file: File,
+    files: Sequence[File],
     requests: Iterable[Request],
     buffers: Sequence[Buffer],
     before_write: Callable[[Buffer], None] | None = None,
@@ -84,6 +98,7 @@ def run_requests(
             buffer = buffers[index]
             if request.direction is Direction.WRITE and before_write is not None:
                 before_write(buffer)
+            file = files[request.file]
             move = file.read_into if request.direction is Direction.READ else file.write_from
             future = move(buffer, request.offset)
             held -= 1

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstream.io.errors import InvariantError
-from tierstream.tiered.host_memory import allocate
+from tierstream.io.host_memory import allocate
 from tierstream.tiered.layout import PAGE_ALIGN_BYTES
 
 Register = Callable[[int, int], None]

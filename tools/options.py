@@ -82,6 +82,18 @@ def take_positionals(args: Sequence[str], names: Sequence[str], command: str) ->
     return taken, list(args[len(taken) :])
 
 
+def take_paths(args: Sequence[str], name: str, command: str) -> tuple[list[str], list[str]]:
+    """All leading positional arguments, at least one, and the rest; none if `--help` is asked for.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    count = next((i for i, arg in enumerate(args) if arg.startswith("-")), len(args))
+    if not count and not {"-h", "--help"} & set(args):
+        raise ConfigError(f"{name} is missing; usage: {command} {name}... [options]")
+    return list(args[:count]), list(args[count:])
+
+
 def _draft(cls: type, prefix: str, known: Mapping[str, Leaf], given: Mapping[str, Given]) -> type:
     nested = sections(cls)
     fields: list[Any] = []

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tierstream.engine.metrics import PlanReport, RunSummary
+from tierstream.engine.metrics import DrivePlan, PlanReport, RunSummary
 from tierstream.io.sizes import format_bytes
 
 WIDTH_COLUMNS = 80
@@ -50,13 +50,37 @@ def print_plan(console: Console, plan: PlanReport) -> None:
         for tier in plan.tiers
     ]
     console.print(table("Plan", ("tier", "holds", "bytes", "of"), rows, text_columns=2))
-    for directory, path in plan.paths.items():
-        console.print(f"{directory}: {path}", soft_wrap=True)
+    for drive in plan.drives:
+        console.print(_drive_line(drive), soft_wrap=True)
+    if plan.written_bytes_per_step:
+        console.print(_wear_line(plan), soft_wrap=True)
     if plan.bound is not None:
         resource, seconds = plan.bound
         by_time = sorted(plan.bound_s.items(), key=lambda item: -item[1])
         console.print(f"A step takes at least {seconds:.3g} s, set by {resource}")
         console.print(f"  ({', '.join(f'{name} {value:.3g} s' for name, value in by_time)})")
+
+
+def _drive_line(drive: DrivePlan) -> str:
+    line = f"{drive.directory}: {drive.path}"
+    if drive.share < 1:
+        line += f", {100 * drive.share:.0f} % of the state"
+    line += f", {drive.threads} threads, blocks of {format_bytes(drive.task_bytes)}"
+    rates = (("read", drive.read), ("written", drive.write), ("both at once", drive.mixed))
+    known = [f"{rate / 1e9:.2f} GB/s {name}" for name, rate in rates if rate is not None]
+    return "; ".join([line, *known])
+
+
+def _wear_line(plan: PlanReport) -> str:
+    """What the run costs the drives: they are made for a number of bytes written."""
+    per_step = plan.written_bytes_per_step
+    total = per_step * max(0, plan.last_step - plan.first_step + 1)
+    line = (
+        f"drives are written {per_step / 1e9:.3g} GB per step, {total / 1e12:.3g} TB by step {plan.last_step}"
+    )
+    if plan.bound is None:
+        return line
+    return f"{line}, up to {per_step / plan.bound[1] * 86400 / 1e12:.3g} TB a day"
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstream.engine.bound import Rates, _together, drive_traffic, step_bound
+from tierstream.engine.bound import Rates, drive_traffic, step_bound
 from tierstream.tiered.layout import Page
 from tierstream.tiered.store import Intent
 
@@ -70,12 +70,3 @@ def test_the_bound_is_the_slowest_resource_and_reads_overlap_writes() -> None:
     )
     assert bound.seconds == {"compute": 1.0, "update": 0.1, "upload": 1.0, "nvme": 1.0 + 1.0}
     assert (bound.resource, bound.step_s) == ("nvme", 2.0)
-
-
-def test_drives_side_by_side_go_at_the_pace_of_the_slowest() -> None:
-    """Pages are spread by bytes, so each of two drives carries half of them."""
-    fast, slow = (4.0, 3.0, 2.0, 1.5), (2.0, 4.0, 1.0, 2.0)
-    assert _together([fast, slow]) == (4.0, 6.0, 2.0, 3.0)
-    assert _together([fast]) == fast
-    assert _together([]) == (None,) * 4
-    assert _together([fast, (None,) * 4]) == (None,) * 4

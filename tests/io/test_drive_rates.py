@@ -32,7 +32,7 @@ MIB = 1 << 20
 )
 def test_blocks_go_through_the_file_in_order(access: Access, per_file: int, half: int, start: int) -> None:
     count = 2 * half
-    found = list(blocks(access, per_file * 4096 + 100, 4096, count, start=start))
+    found = list(blocks(access, 1, per_file * 4096 + 100, 4096, count, start=start))
     assert [request.offset for request in found] == [(start + i) % per_file * 4096 for i in range(count)]
     assert all(request.nbytes == 4096 for request in found)
     writes = sum(request.direction is Direction.WRITE for request in found)
@@ -41,7 +41,7 @@ def test_blocks_go_through_the_file_in_order(access: Access, per_file: int, half
 
 def test_mixed_orders_differ_from_run_to_run() -> None:
     orders = {
-        tuple(request.direction for request in blocks("mixed", 1 << 20, 4096, 64, seed=seed))
+        tuple(request.direction for request in blocks("mixed", 1, 1 << 20, 4096, 64, seed=seed))
         for seed in range(8)
     }
     assert len(orders) == 8
@@ -54,8 +54,8 @@ def test_requests_move_what_they_say_and_no_more_are_under_way_than_there_are_bu
         backend = PosixBackend(threads=8, task_bytes=4096)
         file = backend.open(path, writable=True)
         watched = Watched(file)
-        requests = list(blocks("mixed", MIB, 65536, 32))
-        run_requests(watched, requests, [np.full(65536, 7, np.uint8) for _ in range(3)])
+        requests = list(blocks("mixed", 1, MIB, 65536, 32))
+        run_requests([watched], requests, [np.full(65536, 7, np.uint8) for _ in range(3)])
         assert watched.most <= 3
         assert watched.seen == [(r.direction, r.offset, r.nbytes) for r in requests]
         backend.close()
@@ -97,7 +97,7 @@ class Watched:
 
 def test_a_failing_request_is_raised_when_none_is_under_way(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as folder:
-        target = DriveTarget(folder.new_file("file", MIB), MIB)
+        target = DriveTarget([folder.new_file("file", MIB)], MIB)
         setting = Setting(access="read", tuning=Tuning(threads=4, task_bytes=65536, queue_depth=8))
         with (
             seam.injected(FaultySyscalls(fail(5, on="preadv", at=9))),
@@ -112,7 +112,7 @@ def test_a_failing_request_is_raised_when_none_is_under_way(tmp_path: Path) -> N
 def test_a_run_moves_what_it_counts(tmp_path: Path, access: Access, direct: bool) -> None:
     with ScratchFolder(tmp_path) as folder:
         path = folder.new_file("file", 4 * MIB)
-        target = DriveTarget(path, 4 * MIB)
+        target = DriveTarget([path], 4 * MIB)
         setting = Setting(
             access=access, tuning=Tuning(threads=2, task_bytes=65536, queue_depth=4), direct=direct
         )
@@ -130,7 +130,7 @@ def test_a_run_moves_what_it_counts(tmp_path: Path, access: Access, direct: bool
 
 def test_runs_go_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as folder:
-        target = DriveTarget(folder.new_file("file", MIB), MIB)
+        target = DriveTarget([folder.new_file("file", MIB)], MIB)
         setting = Setting(access="read", tuning=Tuning(threads=1, task_bytes=65536, queue_depth=1))
         offsets = []
         for _ in range(3):
@@ -143,7 +143,7 @@ def test_runs_go_on_where_the_last_one_stopped(tmp_path: Path) -> None:
 
 def test_a_file_smaller_than_a_block_is_refused(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as folder:
-        target = DriveTarget(folder.new_file("file", 65536), 65536)
+        target = DriveTarget([folder.new_file("file", 65536)], 65536)
         setting = Setting(access="read", tuning=Tuning(threads=1, task_bytes=MIB, queue_depth=1))
         with pytest.raises(ConfigError, match="has 65536 bytes, less than one block of 1048576"):
             target.run(setting, MIB)
@@ -162,7 +162,7 @@ def test_a_memory_file_system_shows_in_the_note() -> None:
     if not shm.is_dir():
         pytest.skip("no tmpfs here")
     with ScratchFolder(shm) as folder:
-        target = DriveTarget(folder.new_file("file", MIB), MIB)
+        target = DriveTarget([folder.new_file("file", MIB)], MIB)
         setting = Setting(access="read", tuning=Tuning(threads=1, task_bytes=65536, queue_depth=1))
         assert target.path_taken(setting).name == "posix-buffered"
         assert "fetched only 0 %" in target.run(setting, MIB).note

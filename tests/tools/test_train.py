@@ -48,7 +48,10 @@ OPTIONS = """\
 --tiers.page SIZE|null null
 --tiers.activations {dram,gpu} dram
 --tiers.backend {auto,posix,kvikio} auto
---tiers.io-threads INT 8
+--tiers.io-threads INT|null null
+--tiers.profile TEXT|null null
+--tiers.require-path {posix-direct,kvikio-compat,gds}|null null
+--tiers.readback {off,sampled,full} sampled
 --train.steps INT 100
 --train.rows-per-step INT 8
 --train.rows-per-chunk INT|null null

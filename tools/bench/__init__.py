@@ -16,6 +16,7 @@ from tierstream.io.errors import ConfigError
 
 #: Benchmark -> what it measures.
 BENCHMARKS = {
+    "storage": "PATH...  drives, by block, threads and way",
     "copy": "between host memory and the GPU, by size and kind of memory",
     "adam": "AdamW on the CPU, by kernel and threads",
 }

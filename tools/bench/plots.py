@@ -29,6 +29,7 @@ class PlotSpec:
         series: the labels that tell the lines apart.
         facet: the label that tells the panels apart, side by side; None: one panel.
         log_x: powers of two at equal distances.
+        only: a label and the value that measurements must have to be shown.
     """
 
     name: str
@@ -37,6 +38,7 @@ class PlotSpec:
     series: tuple[str, ...]
     facet: str | None = None
     log_x: bool = False
+    only: tuple[str, str | int] | None = None
 
 
 def render(spec: PlotSpec, measurements: Sequence[Measurement]) -> bytes:
@@ -56,7 +58,7 @@ def draw(spec: PlotSpec, measurements: Sequence[Measurement]) -> Figure:
     from matplotlib.figure import Figure
 
     needed = {spec.x, *spec.series, *([spec.facet] if spec.facet else [])}
-    shown = [m for m in measurements if needed <= m.labels.keys()]
+    shown = [m for m in measurements if needed <= m.labels.keys() and _is_meant(spec, m)]
     panels = list(_grouped(shown, (spec.facet,) if spec.facet else ()))
     figure = Figure(figsize=(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1]), layout="constrained")
     FigureCanvasAgg(figure)
@@ -67,6 +69,10 @@ def draw(spec: PlotSpec, measurements: Sequence[Measurement]) -> Figure:
             axes.set_title(f"{label_name(spec.facet)} {name}", fontsize="medium")
         _draw_panel(axes, spec, members)
     return figure
+
+
+def _is_meant(spec: PlotSpec, measurement: Measurement) -> bool:
+    return spec.only is None or measurement.labels.get(spec.only[0]) == spec.only[1]
 
 
 def _draw_panel(axes: Axes, spec: PlotSpec, measurements: Sequence[Measurement]) -> None:
@@ -85,6 +91,7 @@ def _draw_panel(axes: Axes, spec: PlotSpec, measurements: Sequence[Measurement])
             markersize=4,
             capsize=3,
             linewidth=1.4,
+            linestyle="-" if all(isinstance(value, int) for value in places) else "none",
         )
     if spec.log_x:
         axes.set_xscale("log", base=2)

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tierstream.io import host_memory
 from tierstream.io.errors import BudgetError
 from tierstream.io.memory import MemoryLimit, MemoryLimits
-from tierstream.tiered import host_memory
 from tierstream.tiered.arena import Arena
 
 MIB = 1 << 20

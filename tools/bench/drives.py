@@ -1,0 +1,272 @@
+"""One path of `tierstream bench storage`: which settings are run on it, and what comes out."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.streaming import StreamedStore
+from tierstream.io.backend import Buffer, TransferPath, open_backend
+from tierstream.io.drive_rates import ACCESSES, BackendKind, BufferKind, DriveTarget, Setting, Tuning
+from tierstream.io.drives import Drive, check_directory
+from tierstream.io.errors import ConfigError
+from tierstream.io.extents import check_written
+from tierstream.io.measure import Case, Labels, Sample
+from tierstream.io.posix import create_file
+from tierstream.io.scratch import ScratchFolder
+from tierstream.io.workload import Access
+from tierstream.tools.bench.fio import find_fio
+from tierstream.tools.bench.report import OutputOptions
+
+MIB = 1 << 20
+#: A path that serves for the first look at a drive's speed.
+_FIRST_LOOK = Tuning(threads=4, task_bytes=4 * MIB, queue_depth=8)
+_FIRST_LOOK_BYTES = 64 * MIB
+#: Buffers of one run take this much memory at most, unless its threads alone need more.
+_BUFFERS_BYTES = 256 * MIB
+#: Files of this size on a drive at once: the file, that of first writes, chunk files of a store per backend.
+_FILES = 4
+_FILE_BYTES_MAX = 4 << 30
+
+@dataclass(kw_only=True)
+class StorageOptions(OutputOptions):
+    """What `bench storage` does."""
+
+    access: list[Access] = field(default_factory=lambda: list(ACCESSES))
+    """What is measured; mixed: half of the blocks are read, half written."""
+    block: list[ByteSize] = field(default_factory=lambda: [ByteSize(n * MIB) for n in (1, 4, 16)])
+    """Bytes of one request."""
+    threads: list[int] = field(default_factory=lambda: [1, 4, 8, 16])
+    """Worker threads: requests that the drive has at once."""
+    queue_depth: list[int] | None = None
+    """Requests begun at once; null: twice the threads."""
+    backend: list[BackendKind] | None = None
+    """What moves the bytes; null: all that work here."""
+    buffer: list[BufferKind] | None = None
+    """Memory at the other end; device: of the GPU, by kvikio. null: all that work here."""
+    file_size: ByteSize | None = None
+    """Size of the file that is written and read on each drive; null: 4 GiB, or an eighth of what is free."""
+    page: ByteSize = field(default_factory=lambda: ByteSize(16 * MIB))
+    """Page size of the store whose schedule is streamed."""
+    seconds: float = 0.5
+    """Duration of one run, about."""
+    compare: Literal["fio"] | None = None
+    """Runs fio too, with the same pattern, in the same rounds."""
+    require_gds: bool = False
+    """Fail unless GPUDirect Storage is really available."""
+    profile: str | None = None
+    """Machine profile that gets the drives' best tunings and rates; made if missing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("access", "block", "threads", "queue_depth", "backend", "buffer"):
+            values = getattr(self, key)
+            if values is not None and (not values or len(set(values)) < len(values)):
+                raise ConfigError(f"{key} is {values}; name at least one value, each of them once")
+        for key in ("block", "threads", "queue_depth"):
+            for value in getattr(self, key) or []:
+                if value < 1:
+                    raise ConfigError(f"{key} is {value}; it must be >= 1")
+        for size in (*self.block, self.page):
+            if size < 4096 or size % 4096:
+                raise ConfigError(
+                    f"block and page sizes must be positive multiples of 4096 bytes, not {size}"
+                )
+        if not 0.01 <= self.seconds <= 600:
+            raise ConfigError(f"seconds is {self.seconds}; it must be between 0.01 and 600")
+        if self.profile is not None and set(self.access) != {"read", "write", "mixed"}:
+            raise ConfigError("a profile needs read, write and mixed; leave --access out")
+
+    def tunings(self) -> Iterator[Tuning]:
+        """Every combination of threads, block and queue depth."""
+        for threads, block in itertools.product(self.threads, self.block):
+            usual = max(threads, min(2 * threads, _BUFFERS_BYTES // block))
+            for depth in self.queue_depth or [usual]:
+                yield Tuning(threads=threads, task_bytes=int(block), queue_depth=depth)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A backend, the memory at the other end, and the way that bytes then take."""
+
+    backend: BackendKind
+    buffer: BufferKind
+    path: TransferPath
+
+    def setting(self, access: Access, tuning: Tuning, *, direct: bool = True) -> Setting:
+        return Setting(
+            access=access, tuning=tuning, backend=self.backend, buffer=self.buffer, direct=direct
+        )
+
+
+class MeasuredPath:
+    """A directory, in which scratch files are made, or an existing file, which is only read.
+
+    Args:
+        path: as the user named it.
+        sharers: paths that may lie on one drive and share its free space.
+        stack: removes what was made, at its end.
+        allocate_device: makes device buffers.
+
+    Raises:
+        StorageError: it is missing, cannot be written, has too little space, or is a file that would measure
+            nothing.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        options: StorageOptions,
+        stack: ExitStack,
+        sharers: int,
+        allocate_device: Callable[[int], Buffer],
+    ) -> None:
+        self.path, self.options, self._stack = os.path.abspath(path), options, stack
+        self.folder: ScratchFolder | None = None
+        self._allocate_device = allocate_device
+        self._amounts: dict[tuple[Access, Way], int] = {}
+        if os.path.isfile(self.path):
+            check_written(self.path)
+            file, nbytes = self.path, os.path.getsize(self.path)
+            self.accesses: list[Access] = [access for access in options.access if access == "read"]
+            if not self.accesses:
+                raise ConfigError(
+                    f"{self.path} is a file, which is only read; name a directory to measure writes"
+                )
+        else:
+            nbytes = self._file_bytes(sharers)
+            self.folder = stack.enter_context(ScratchFolder(self.path))
+            file = self.folder.new_file("file", nbytes)
+            self.accesses = list(options.access)
+        self.target = DriveTarget([file], nbytes, allocate_device)
+
+    def _file_bytes(self, sharers: int) -> int:
+        info = check_directory(self.path)
+        largest = max(*self.options.block, self.options.page)
+        wanted = self.options.file_size
+        if wanted is None:
+            wanted = ByteSize(max(largest, min(_FILE_BYTES_MAX, info.free_bytes // (8 * sharers))))
+        if wanted < largest:
+            raise ConfigError(
+                f"file_size is {wanted}, less than a block or page of {largest}; raise it, or lower them"
+            )
+        nbytes = int(wanted) // largest * largest
+        check_directory(self.path, _FILES * nbytes)
+        return nbytes
+
+    def way(self, backend: BackendKind, buffer: BufferKind) -> Way:
+        setting = Setting(access="read", tuning=_FIRST_LOOK, backend=backend, buffer=buffer)
+        return Way(backend, buffer, self.target.path_taken(setting))
+
+    def amount(self, access: Access, way: Way) -> int:
+        """Bytes that take about `options.seconds`, at most the file."""
+        key = (access, way)
+        if key not in self._amounts:
+            tuning = replace(_FIRST_LOOK, task_bytes=min(_FIRST_LOOK.task_bytes, self.target.nbytes))
+            sample = self.target.run(way.setting(access, tuning), _FIRST_LOOK_BYTES)
+            wanted = int(self.options.seconds * sample.amount / sample.seconds)
+            self._amounts[key] = min(wanted, self.target.nbytes)
+        return self._amounts[key]
+
+    def grid(self, way: Way) -> list[Case]:
+        """Every access with every tuning, on one file."""
+        return [
+            self.target.case(way.setting(access, tuning), self.amount(access, way))
+            for access in self.accesses
+            for tuning in self.options.tunings()
+        ]
+
+    def best(self, tunings: Mapping[Way, Tuning], home: BackendKind) -> list[Case]:
+        """Every way at its best tuning, beside the page cache, fio, and what training does with a store.
+
+        All of it on the same files, the store's (where there is one): a drive may not be equally fast
+        everywhere.
+
+        Args:
+            home: the backend that training would take; the store's.
+        """
+        target, cases = self.target, []
+        kind = (home, "host")
+        stored = {way: tuning for way, tuning in tunings.items() if (way.backend, way.buffer) == kind}
+        if self.folder is not None:
+            for way, tuning in stored.items():
+                store = self._stack.enter_context(
+                    StreamedStore(
+                        [self.drive(way, tuning)],
+                        state_bytes=target.nbytes,
+                        page_bytes=int(self.options.page),
+                    )
+                )
+                target = DriveTarget(store.paths, int(self.options.page), self._allocate_device)
+                labels = self._labels(way, tuning)
+                cases += [store.case("stream", labels), store.case("update", labels)]
+        for way, tuning in tunings.items():
+            fitting = replace(tuning, task_bytes=min(tuning.task_bytes, target.file_bytes))
+            cases += self._plain(target, way, fitting)
+        if self.folder is not None and "write" in self.accesses:
+            cases += [self._first_pass(way, tuning) for way, tuning in stored.items()]
+        return cases
+
+    def _plain(self, target: DriveTarget, way: Way, tuning: Tuning) -> list[Case]:
+        """The way alone, through the page cache, and by fio."""
+        cases = []
+        for access in self.accesses:
+            amount = self.amount(access, way)
+            cases.append(target.case(way.setting(access, tuning), amount))
+            if way.backend != "posix":
+                continue
+            if way.path.direct and access != "mixed":
+                cases.append(target.case(way.setting(access, tuning, direct=False), amount))
+            if self.options.compare:
+                fio = find_fio(self.target.paths[0])
+                cases.append(fio.case(target, way.setting(access, tuning, direct=way.path.direct), amount))
+        return cases
+
+    def _first_pass(self, way: Way, tuning: Tuning) -> Case:
+        """Writing into space that was reserved and never written: what a file system must note of it costs
+        time that later writes do not take.
+        """
+        assert self.folder is not None
+        path = os.path.join(self.folder.path, "first")
+        setting = way.setting("write", tuning)
+        block = tuning.task_bytes
+        nbytes = max(self.amount("write", way) // block, 4 * tuning.queue_depth) * block
+        nbytes = min(nbytes, self.target.nbytes // block * block)
+
+        def run() -> Sample:
+            create_file(path, nbytes)
+            try:
+                return DriveTarget([path], nbytes).run(setting, nbytes)
+            finally:
+                os.unlink(path)
+
+        labels = self.target.case(setting, nbytes).labels
+        return Case({**labels, "access": "first write"}, "B", run)
+
+    def drive(self, way: Way, tuning: Tuning, weight: float = 1.0) -> Drive:
+        """A new folder here as a store's drive; its backend is closed with the rest."""
+        assert self.folder is not None
+        backend = open_backend(
+            way.backend,
+            threads=tuning.threads,
+            task_bytes=tuning.task_bytes,
+            queue_depth=tuning.queue_depth,
+        )
+        self._stack.callback(backend.close)
+        name = f"store-{len(os.listdir(self.folder.path))}"
+        return Drive(os.path.join(self.folder.path, name), backend, weight)
+
+    def _labels(self, way: Way, tuning: Tuning) -> Labels:
+        return {
+            "backend": f"store, {way.backend}",
+            "path": way.path.name,
+            "buffer": way.buffer,
+            "block_bytes": tuning.task_bytes,
+            "threads": tuning.threads,
+            "queue_depth": tuning.queue_depth,
+        }
