@@ -133,8 +133,8 @@ class _Run:
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
         weights = assemble.plan_weights(config, model)
         profile = load_profile(config.tiers)
-        paths = assemble.check_paths(config)
         assemble.check_space(config, plan, run_dir)
+        paths = assemble.check_paths(config)
         rows = open_rows(
             config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed
         )

@@ -20,12 +20,13 @@ from support.faults import FaultySyscalls, fail
 from support.rig import reference_model, tiny_config
 from support.runs import VOCABULARY, make_run, records
 
-from tierstream.engine import trainer
+from tierstream.engine import machine, trainer
 from tierstream.engine.assemble import STATE_FOLDER
-from tierstream.engine.bound import Rates, measure_rates
+from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.corpus import fingerprint_files
+from tierstream.engine.machine import machine_rates, measure_drive
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.tokenizer import train_tokenizer
 from tierstream.io import seam
@@ -315,7 +316,8 @@ def device_is_not_there(config: RunConfig, folder: Path) -> Iterator[list[str]]:
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is not measured: that takes longer than these runs."""
     rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr(trainer, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(trainer, "machine_rates", lambda *_: rates)
+    monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
 
 
 @pytest.fixture
@@ -379,15 +381,17 @@ def test_a_drive_that_a_killed_run_left_is_taken_over(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the files with which it measured the drive."""
-    monkeypatch.setattr(trainer, "measure_rates", measure_rates)
+    monkeypatch.setattr(trainer, "machine_rates", machine_rates)
+    monkeypatch.setattr(machine, "measure_drive", measure_drive)
     config = make_run(tmp_path, steps=1)
     drive = use_drive(config, tmp_path / "drive")
     precious = drive / "precious"
     precious.write_text("not ours")
     assert command.train(config)[0] == 0
-    (drive / STATE_FOLDER / ".probe-a").write_text("left")
+    left = drive / ".tierstream-scratch-0123456789ab"
+    left.mkdir()
+    (left / "file").write_text("left")
     config.run_dir = str(tmp_path / "second")
     assert command.train(config)[::2] == (0, "")
     assert sorted(entry.name for entry in drive.iterdir()) == ["precious", STATE_FOLDER]
-    assert not (drive / STATE_FOLDER / ".probe-a").exists()
     assert precious.read_text() == "not ours"
