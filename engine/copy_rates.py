@@ -142,12 +142,19 @@ def buffer_bytes(sizes: Sequence[int]) -> int:
     return -(-max(*sizes, RUN_BYTES) // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def upload_rate(device: Device) -> float:
-    """Bytes per second of an upload as training makes them, the best of several rounds."""
+def quick_rates(device: Device) -> dict[str, float]:
+    """Bytes per second of copies as training makes them, the best of several rounds: "upload", "download",
+    and "both" at once.
+    """
     with arena_memory(device, _QUICK_BYTES) as memory:
-        upload = CopyBench(device, _QUICK_BYTES).cases(memory, [_QUICK_BYTES])[0]
-        (measurement,) = measure([upload], rounds=QUICK_ROUNDS)
-    return max(measurement.rates)
+        cases = CopyBench(device, _QUICK_BYTES).cases(memory, [_QUICK_BYTES])
+        found = measure(cases, rounds=QUICK_ROUNDS)
+    return dict(zip(("upload", "download", "both"), (max(m.rates) for m in found), strict=True))
+
+
+def upload_rate(device: Device) -> float:
+    """Bytes per second of an upload, from `quick_rates`."""
+    return quick_rates(device)["upload"]
 
 
 def _finish(lane: Lane) -> None:

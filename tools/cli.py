@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -46,10 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         if error.filename is None:
-            return _bug()
+            return _fail(f"writing the output failed: {error.strerror}", 2) if _is_output(error) else _bug()
         return _fail(f"{error.filename}: {error.strerror}", 2)
     except Exception:
         return _bug()
+
+
+def _is_output(error: OSError) -> bool:
+    """Whether this is what a full or failing drive under our own standard output says."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _dispatch(args: list[str]) -> int:

@@ -17,10 +17,10 @@ from tierstream.io.sizes import format_bytes
 WIDTH_COLUMNS = 80
 
 
-def open_console(stream: TextIO) -> Console:
-    """A console for plain text and tables: colours only on a terminal, ASCII lines where the encoding wants
-    them."""
-    width = min(WIDTH_COLUMNS, shutil.get_terminal_size((WIDTH_COLUMNS, 24)).columns)
+def open_console(stream: TextIO, columns: int = WIDTH_COLUMNS) -> Console:
+    """A console of at most so many columns for plain text and tables: colours only on a terminal, ASCII lines
+    where the encoding wants them."""
+    width = min(columns, shutil.get_terminal_size((columns, 24)).columns)
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 

@@ -25,6 +25,9 @@ BENCHMARKS = {
 def main(args: Sequence[str]) -> int:
     """The command with its arguments. Returns the exit status; raises TierstreamError."""
     name = args[0] if args else "--help"
+    if name == "--profile":
+        with _terminated_as_interrupted():
+            return _run("everything", args[1:])
     if name in ("-h", "--help"):
         print(_usage())
         return 0 if args else 2
@@ -32,16 +35,20 @@ def main(args: Sequence[str]) -> int:
         nearest = difflib.get_close_matches(name, BENCHMARKS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"the benchmarks are {', '.join(BENCHMARKS)}"
         raise ConfigError(f"unknown benchmark {name}; {hint}")
-    module = importlib.import_module(f"tierstream.tools.bench.{name}")
     with _terminated_as_interrupted():
-        status: int = module.main(args[1:])
+        return _run(name, args[1:])
+
+
+def _run(name: str, args: Sequence[str]) -> int:
+    status: int = importlib.import_module(f"tierstream.tools.bench.{name}").main(args)
     return status
 
 
 def _usage() -> str:
     lines = ["usage: tierstream bench NAME ...", "", "Measure what this machine gives.", ""]
     lines += [f"  {name:8} {purpose}" for name, purpose in BENCHMARKS.items()]
-    lines += ["", "`tierstream bench NAME --help` lists the options of a benchmark."]
+    lines += ["", "`tierstream bench --profile FILE DIR...` measures all that training wants to know."]
+    lines += ["`tierstream bench NAME --help` lists the options of a benchmark."]
     return "\n".join(lines)
 
 

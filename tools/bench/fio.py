@@ -40,7 +40,8 @@ class Fio:
     def case(self, target: DriveTarget, setting: Setting, amount_bytes: int) -> Case:
         """fio with this setting on the target's files, as something that `measure` runs.
 
-        As many requests are under way as our setting keeps: the lesser of its threads and its queue depth.
+        As many requests are under way as our setting keeps there: the lesser of its threads and its queue
+        depth. The labels are those of our setting.
         """
         tuning = setting.tuning
         under_way = min(tuning.threads, tuning.queue_depth)
@@ -51,8 +52,8 @@ class Fio:
             "path": "direct" if setting.direct else "buffered",
             "buffer": setting.buffer,
             "block_bytes": tuning.task_bytes,
-            "threads": 1,
-            "queue_depth": under_way,
+            "threads": tuning.threads,
+            "queue_depth": tuning.queue_depth,
         }
         options = {
             "rw": _PATTERNS[setting.access],

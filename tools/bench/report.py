@@ -25,6 +25,7 @@ from tierstream.tools.tables import open_console, table
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _HTML, _JSON, _PLOT = "report.html", "result.json", "plot-"
 _STDOUT = "-"
+_WIDTH_COLUMNS = 110
 
 
 @dataclass(kw_only=True)
@@ -82,7 +83,7 @@ def present(result: Result, plots: Sequence[PlotSpec], options: OutputOptions) -
     if options.json == _STDOUT:
         sys.stdout.write(_json_text(result))
         return
-    print_result(open_console(sys.stdout), result)
+    print_result(open_console(sys.stdout, _WIDTH_COLUMNS), result)
     if options.json is not None:
         write_file(options.json, _json_text(result).encode())
     if options.report is not None:
@@ -98,7 +99,7 @@ def print_result(console: Console, result: Result) -> None:
         shown.title, shown.caption, shown.caption_justify = None, grid.caption, "left"
         console.print(shown)
     for note in result.notes:
-        console.print(f"note: {note}")
+        console.print(f"- {note}")
 
 
 def write_report(result: Result, plots: Sequence[PlotSpec], directory: Path) -> None:

@@ -15,6 +15,8 @@ _UNITS = {"parameters": "param"}
 _BYTES = "_bytes"
 #: A label with this name says how many bytes a parameter's update moves; a second rate comes of it.
 BYTES_PER_PARAMETER = "bytes_per_parameter"
+#: A label with this name parts a benchmark's table in several.
+PART = "part"
 
 
 def _now() -> str:
@@ -69,9 +71,11 @@ class Grid:
 
 
 def grids(result: Result) -> list[Grid]:
-    """One per unit, in order of appearance."""
-    units = dict.fromkeys(measurement.unit for measurement in result.measurements)
-    return [_grid([m for m in result.measurements if m.unit == unit]) for unit in units]
+    """One per unit and part of the benchmark, in order of appearance."""
+    groups: dict[tuple[str, str | int | None], list[Measurement]] = {}
+    for measurement in result.measurements:
+        groups.setdefault((measurement.unit, measurement.labels.get(PART)), []).append(measurement)
+    return [_grid(members) for members in groups.values()]
 
 
 def varying_labels(measurements: Sequence[Measurement]) -> list[str]:

@@ -21,7 +21,7 @@ from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
 from tierstream.io.sizes import format_bytes
 from tierstream.tools.bench.plots import PlotSpec
 from tierstream.tools.bench.report import check_output, present, run_cases
-from tierstream.tools.bench.result import Result
+from tierstream.tools.bench.result import PART, Result
 from tierstream.tools.options import parse_options, take_paths
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(args: Sequence[str]) -> int:
     result, profile = measure_storage(paths, options, shlex.split(_PROG) + list(args))
     if options.profile is not None:
         profile.save(options.profile)
-    present(result, _plots(result.measurements), options)
+    present(result, storage_plots(result.measurements), options)
     return 0
 
 
@@ -62,7 +62,7 @@ def measure_storage(
     from tierstream.tools.bench.drives import MeasuredPath
     from tierstream.tools.bench.machine import describe_machine
 
-    profile = _start_profile(options)
+    profile = start_profile(options)
     kinds = _kinds(options)
     home = _home(kinds)
     if options.require_gds:
@@ -146,7 +146,7 @@ def _allocate_device(nbytes: int) -> Buffer:
 
 def _labelled(cases: Sequence[Case], part: str, path: str) -> list[Case]:
     drive = {"drive": path} if path else {}
-    return [replace(case, labels={"part": part, **drive, **case.labels}) for case in cases]
+    return [replace(case, labels={PART: part, **drive, **case.labels}) for case in cases]
 
 
 def _home(kinds: Sequence[tuple[BackendKind, BufferKind]]) -> BackendKind:
@@ -189,7 +189,7 @@ def _rate(
     measurements: Sequence[Measurement], access: str, way: Way, path: str = ""
 ) -> float | None:
     """Median of an access at the way's best tuning."""
-    wanted = {"part": _BEST, "access": access, "backend": way.backend, "buffer": way.buffer}
+    wanted = {PART: _BEST, "access": access, "backend": way.backend, "buffer": way.buffer}
     wanted |= {"path": way.path.name}
     for found in measurements:
         labels = found.labels
@@ -226,7 +226,12 @@ def _has_direct(best: Sequence[Measurement]) -> bool:
     return any(found.labels.get("path") not in ("posix-buffered", "buffered") for found in best)
 
 
-def _start_profile(options: StorageOptions) -> MachineProfile:
+def start_profile(options: StorageOptions) -> MachineProfile:
+    """What the file already knows of this machine, or an empty profile of it.
+
+    Raises:
+        ConfigError: the file is damaged, or of another machine.
+    """
     path = options.profile
     known = MachineProfile.load(path) if path is not None and os.path.exists(path) else MachineProfile()
     cpu = probes.cpu_model()
@@ -280,9 +285,10 @@ def _shown(tuning: Tuning) -> str:
     )
 
 
-def _plots(measurements: Sequence[Measurement]) -> list[PlotSpec]:
+def storage_plots(measurements: Sequence[Measurement]) -> list[PlotSpec]:
+    """The plots of a report: the search for the best tuning, and what was measured at it."""
     series = ["block_bytes"]
-    tuned = [found for found in measurements if found.labels["part"] == _TUNING]
+    tuned = [found for found in measurements if found.labels[PART] == _TUNING]
     for key in ("backend", "buffer", "drive", "queue_depth"):
         depth_follows = key == "queue_depth" and len({_shape(found) for found in tuned}) == len(tuned)
         if len({found.labels.get(key) for found in tuned}) > 1 and not depth_follows:
@@ -290,8 +296,8 @@ def _plots(measurements: Sequence[Measurement]) -> list[PlotSpec]:
     best = ("backend", "path", *(["drive"] if any("drive" in m.labels for m in measurements) else []))
     tuning = PlotSpec("tuning", "Rate by threads and block", "threads", tuple(series), "access", log_x=True)
     return [
-        replace(tuning, only=("part", _TUNING)),
-        PlotSpec("best", "At the best tuning", "access", best, only=("part", _BEST)),
+        replace(tuning, only=(PART, _TUNING)),
+        PlotSpec("best", "At the best tuning", "access", best, only=(PART, _BEST)),
     ]
 
 
