@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Layers, shards and drives open many files: ask for all that this user may have open.
     raise_open_files()
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        status = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
     except TierstreamError as error:
         return _fail(str(error), error.exit_status)
     except KeyboardInterrupt:
@@ -54,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_output(error: OSError) -> bool:
-    """Whether this is what a full or failing drive under our own standard output says."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    """Whether this is what a full drive under our own standard output says."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _dispatch(args: list[str]) -> int:

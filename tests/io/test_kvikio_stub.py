@@ -16,6 +16,7 @@ FILES = {
     "tests/io/test_conformance.py": 80,
     "tests/io/test_properties.py": 2,
     "tests/io/test_faults.py": 1,
+    "tests/tiered/test_store_model.py": 2,
 }
 
 

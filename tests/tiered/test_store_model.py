@@ -1,39 +1,74 @@
-"""The store against a perfect one in memory: random leases, ranges, schedules, discards and flushes."""
+"""The store against a perfect one in memory: long random sequences of everything that its interface offers,
+with real files behind a DRAM much smaller than the state.
+"""
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.stores import (
-    PAGE_BYTES,
-    MemoryDirectory,
-    all_pages,
-    content_bytes,
-    drives_in,
-    mixed_layout,
-    pattern,
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
 )
+from support.drive_kinds import open_descriptors
+from support.stores import PAGE_BYTES, all_pages, content_bytes, drives_in, mixed_layout, pattern
 
+from tierstream.io import seam
+from tierstream.io.backend import Backend
 from tierstream.io.errors import InvariantError
+from tierstream.io.kvikio_backend import KvikioBackend, kvikio_problem
 from tierstream.io.posix import PosixBackend
 from tierstream.tiered.layout import Page
-from tierstream.tiered.store import Directory, Faults, Intent, Lease, Store
+from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.store import Faults, Intent, Lease, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
 
-LAYOUT = mixed_layout()
-PAGES = all_pages(LAYOUT)
-DURABLE = set(all_pages(LAYOUT, durable=True))
-PLANES = list(LAYOUT.planes)
+#: Sequences per home and policy (more in the nightly profile), and operations in each.
+EXAMPLES = max(50, settings().max_examples // 2)
+OPERATIONS = 200
 
-pages = st.sampled_from(PAGES)
-page_lists = st.lists(pages, min_size=1, max_size=4, unique=True)
+LAYOUT = mixed_layout(units=1)
+PAGES = all_pages(LAYOUT)
+DURABLE = all_pages(LAYOUT, durable=True)
+LOCAL = all_pages(LAYOUT, durable=False)
+PLANES = list(LAYOUT.planes)
+HELD_MAX = 3
+
+#: One draw per operation, whatever it chooses: a tenth of the time that a strategy for each choice takes.
+dice = st.integers(0, (1 << 32) - 1).map(random.Random)
+
+
+class WithoutSync(seam.Syscalls):
+    """Power does not fail here; test_snapshot_crash.py is about that."""
+
+    def fsync(self, fd: int) -> None:
+        pass
+
+
+@dataclass
+class Home:
+    """Where pages live, and what has been done there."""
+
+    backend: Backend | None
+    policy: str
+    folder: Path
+    operations: list[int] = field(default_factory=list)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -41,42 +76,40 @@ class StoreMachine(RuleBasedStateMachine):
 
     store: Store
 
-    @initialize(
-        frames=st.integers(4, 12),
-        policy=st.sampled_from(["lookahead", "lru"]),
-        prefetch_pages=st.sampled_from([0, 1, 3, 20]),
-        writeback_pages=st.integers(1, 4),
-        home=st.sampled_from(["nvme", "nvme", "nvme", "files", "dram"]),
-        seed=st.integers(0, 99),
-    )
-    def start(
-        self, frames: int, policy: str, prefetch_pages: int, writeback_pages: int, home: str, seed: int
-    ) -> None:
-        self.scratch = Path(tempfile.mkdtemp(prefix="store-model-"))
-        self.backend = PosixBackend(threads=2)
-        self.directory: Directory | None = None
-        if home == "nvme":
-            self.directory = MemoryDirectory()
-        elif home == "files":
-            roots = [self.scratch / "a", self.scratch / "b"]
-            self.directory = ZarrDirectory.create(drives_in(roots, self.backend), LAYOUT, {}, readback="full")
-        else:
-            frames = 3 * len(PAGES)
+    def __init__(self, home: Home) -> None:
+        super().__init__()
+        self.home = home
+
+    @initialize(dice=dice, drives=st.integers(1, 2), late=st.sampled_from([False, False, False, True]))
+    def start(self, dice: random.Random, drives: int, late: bool) -> None:
+        self.descriptors = open_descriptors()
+        self.scratch = Path(tempfile.mkdtemp(prefix="model-", dir=self.home.folder))
+        self.roots = [self.scratch / f"drive{number}" for number in range(drives)]
+        self.faults = Faults(dice.randrange(100), 0.0001) if late else None
+        self.truth: dict[Page, bytes] = {}
+        self.held: list[tuple[Lease, list[tuple[Page, Intent]]]] = []
+        self.version = self.used = self.operations = 0
+        self.open(dice)
+
+    def open(self, dice: random.Random) -> None:
+        self.directory = None
+        frames = 3 * len(PAGES)
+        if self.home.backend is not None:
+            frames = dice.randint(4, 7)
+            self.directory = ZarrDirectory.create(
+                drives_in(self.roots, self.home.backend), LAYOUT, {}, readback="full"
+            )
         self.store = Store(
             LAYOUT,
             dram_bytes=frames * PAGE_BYTES,
             directory=self.directory,
-            policy=policy,
-            prefetch_bytes=prefetch_pages * PAGE_BYTES,
-            writeback_bytes=writeback_pages * PAGE_BYTES,
+            policy=self.home.policy,
+            prefetch_bytes=dice.choice([0, 1, 3, 20]) * PAGE_BYTES,
+            writeback_bytes=dice.randint(1, 4) * PAGE_BYTES,
             debug=True,
-            faults=Faults(seed, 0.0005),
+            faults=self.faults,
         )
         self.frames = self.store.stats.frame_count
-        self.truth: dict[Page, bytes] = {}
-        self.held: list[tuple[Lease, list[tuple[Page, Intent]]]] = []
-        self.version = 0
-        self.used = 0
 
     # What a page holds, and who has it
 
@@ -84,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.truth.get(page, bytes(content_bytes(LAYOUT, page)))
 
     def readable(self, page: Page) -> bool:
-        return page in DURABLE or page in self.truth
+        return page.plane not in ("grad", "activation") or page in self.truth
 
     def holders(self, page: Page) -> list[Intent]:
         return [intent for _, uses in self.held for other, intent in uses if other == page]
@@ -98,19 +131,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Leases
 
-    @rule(chosen=page_lists, data=st.data(), keep=st.booleans(), scheduled=st.booleans())
-    def acquire(self, chosen: list[Page], data: st.DataObject, keep: bool, scheduled: bool) -> None:
+    @rule(dice=dice, keep=st.booleans(), scheduled=st.booleans())
+    def acquire(self, dice: random.Random, keep: bool, scheduled: bool) -> None:
         uses: list[tuple[Page, Intent]] = []
-        for page in chosen:
+        for page in dice.sample(PAGES, dice.randint(1, 4)):
             possible = [Intent.OVERWRITE]
             if self.readable(page):
                 possible += [Intent.READ, Intent.READ, Intent.UPDATE]
-                possible += [] if page in DURABLE else [Intent.CONSUME]
-            intent = data.draw(st.sampled_from(possible))
+                possible += [Intent.CONSUME] if page in LOCAL else []
+            intent = dice.choice(possible)
             if self.free_of_conflict(page, intent):
                 uses.append((page, intent))
-        if not uses or not self.fits([page for page, _ in uses]):
-            return
+        while len(self.held) > HELD_MAX or not self.fits([page for page, _ in uses]):
+            self.give_back(0)
         lease = self.store.acquire(uses, scheduled=scheduled)
         self.used += len(uses)
         for (page, intent), array in zip(uses, lease.arrays, strict=True):
@@ -132,9 +165,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.give_back(len(self.held) - 1)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        self.give_back(data.draw(st.integers(0, len(self.held) - 1)))
+    @rule(dice=dice)
+    def release(self, dice: random.Random) -> None:
+        self.give_back(dice.randrange(len(self.held)))
 
     def give_back(self, index: int) -> None:
         lease, uses = self.held.pop(index)
@@ -151,77 +184,102 @@ class StoreMachine(RuleBasedStateMachine):
         assert array[:kept].tobytes() == self.content(page)
         assert not array[kept:].any(), "padding is not zero"
 
-    @rule(page=pages, intent=st.sampled_from([Intent.READ, Intent.UPDATE, Intent.CONSUME]))
-    def read_what_is_not_there(self, page: Page, intent: Intent) -> None:
-        if not self.readable(page) and not self.holders(page):
-            with pytest.raises(InvariantError, match="never written or is gone"):
-                self.store.acquire([(page, intent)])
+    @precondition(lambda self: any(page not in self.truth for page in LOCAL))
+    @rule(dice=dice)
+    def read_what_is_not_there(self, dice: random.Random) -> None:
+        page = dice.choice([page for page in LOCAL if page not in self.truth])
+        if not self.holders(page):
             assert not self.store.has_content(page)
+            with pytest.raises(InvariantError, match="never written or is gone"):
+                self.store.acquire([(page, dice.choice([Intent.READ, Intent.UPDATE, Intent.CONSUME]))])
 
     # The rest of the interface
 
-    @rule(plane=st.sampled_from(PLANES), data=st.data(), write=st.booleans())
-    def access_range(self, plane: tuple[str, str], data: st.DataObject, write: bool) -> None:
+    def accessible(self, plane: tuple[str, str], intent: Intent) -> bool:
+        return all(
+            self.readable(page) and self.free_of_conflict(page, intent) and self.fits([page])
+            for page in LAYOUT.pages(*plane)
+        )
+
+    @rule(dice=dice, write=st.booleans())
+    def access_range(self, dice: random.Random, write: bool) -> None:
+        intent = Intent.UPDATE if write else Intent.READ
+        while not (free := [plane for plane in PLANES if self.accessible(plane, intent)]):
+            self.give_back(0)
+        plane = dice.choice(free)
         spec = LAYOUT.spec(*plane)
-        start = data.draw(st.integers(0, spec.numel))
-        count = data.draw(st.integers(0, spec.numel - start))
-        touched = LAYOUT.pages_over(*plane, start, start + count) if count else []
-        alone = Intent.UPDATE if write else Intent.READ
-        if not all(self.free_of_conflict(page, alone) and self.fits([page]) for page in touched):
-            return
-        if not all(self.readable(page) for page in touched):
-            return
+        start, stop = sorted(dice.randint(0, spec.numel) for _ in range(2))
+        touched = LAYOUT.pages_over(*plane, start, stop) if stop > start else []
         whole = bytearray(b"".join(self.content(page) for page in LAYOUT.pages(*plane)))
-        low, high = start * spec.item_bytes, (start + count) * spec.item_bytes
+        low, high = start * spec.item_bytes, stop * spec.item_bytes
         dtype = np.dtype("uint16" if spec.dtype == "bfloat16" else spec.dtype)
         if write:
-            self.version += 1
-            values = np.frombuffer(np.random.default_rng(self.version).bytes(high - low), dtype=dtype)
+            values = np.frombuffer(dice.randbytes(high - low), dtype=dtype)
             self.store.write_range(*plane, start, values)
             whole[low:high] = values.tobytes()
             for page in touched:
                 first = page.index * PAGE_BYTES
                 self.truth[page] = bytes(whole[first : first + content_bytes(LAYOUT, page)])
         else:
-            out = np.empty(count, dtype=dtype)
+            out = np.empty(stop - start, dtype=dtype)
             self.store.read_range(*plane, start, out)
             assert out.tobytes() == bytes(whole[low:high])
         self.used += len(touched)
 
-    @rule(step=st.lists(pages, max_size=30), following=st.lists(pages, max_size=30))
-    def begin_step(self, step: list[Page], following: list[Page]) -> None:
+    @rule(dice=dice)
+    def begin_step(self, dice: random.Random) -> None:
+        step, following = (dice.choices(PAGES, k=dice.randint(0, 30)) for _ in range(2))
         self.store.begin_step(step, following)
 
-    @rule(chosen=page_lists)
-    def discard(self, chosen: list[Page]) -> None:
-        free = [page for page in chosen if page not in DURABLE and not self.holders(page)]
+    @rule(dice=dice)
+    def discard(self, dice: random.Random) -> None:
+        chosen = dice.sample(PAGES, dice.randint(1, 4))
+        free = [page for page in chosen if page in LOCAL and not self.holders(page)]
         self.store.discard(free)
         for page in free:
             self.truth.pop(page, None)
-        for page in chosen:
-            if page not in free:
-                with pytest.raises(InvariantError, match="cannot be discarded"):
-                    self.store.discard([page])
+        for page in set(chosen) - set(free):
+            with pytest.raises(InvariantError, match="cannot be discarded"):
+                self.store.discard([page])
 
+    def no_durable_page_is_held_to_write(self) -> bool:
+        return not any(
+            page in DURABLE and intent is not Intent.READ for _, uses in self.held for page, intent in uses
+        )
+
+    @precondition(no_durable_page_is_held_to_write)
     @rule()
     def flush(self) -> None:
-        writers = [page for _, uses in self.held for page, intent in uses if intent is not Intent.READ]
-        if DURABLE.intersection(writers):
-            return
         self.store.flush()
-        if isinstance(self.directory, MemoryDirectory):
-            files = self.directory.files
-        elif isinstance(self.directory, ZarrDirectory):
-            files = {page: Path(self.directory.path(page)).read_bytes() for page in DURABLE}
-        else:
+        if self.directory is None:
             return
-        for page in DURABLE.intersection(self.truth):
-            assert files[page] == self.truth[page].ljust(LAYOUT.page_nbytes(page), b"\0")
+        for page in self.truth.keys() & set(DURABLE):
+            found = Path(self.directory.path(page)).read_bytes()
+            assert found == self.truth[page].ljust(LAYOUT.page_nbytes(page), b"\0")
+
+    @precondition(lambda self: not self.held)
+    @rule(dice=dice, restart=st.sampled_from([True, *[False] * 15]))
+    def snapshot(self, dice: random.Random, restart: bool) -> None:
+        """Close the store and go on with another, of another size, that starts from a snapshot."""
+        if not restart:
+            return self.flush()
+        write_snapshot(self.store, self.scratch / "snapshot", {"version": self.version})
+        self.store.close()
+        self.open(dice)
+        snapshot = Snapshot.open(self.scratch / "snapshot")
+        assert snapshot.state == {"version": self.version}
+        snapshot.restore(self.store)
+        shutil.rmtree(self.scratch / "snapshot")
+        for page in LOCAL:
+            self.truth.pop(page, None)
+        stats = self.store.stats
+        self.used = stats.hits + stats.prefetched + stats.misses + stats.fresh
 
     @invariant()
     def counts_add_up(self) -> None:
         if not hasattr(self, "store"):
             return
+        self.operations += 1
         stats = self.store.stats.copy()
         assert stats.hits + stats.prefetched + stats.misses + stats.fresh == self.used
         assert stats.frames_in_use <= stats.frames_in_use_peak <= stats.frame_count
@@ -237,11 +295,54 @@ class StoreMachine(RuleBasedStateMachine):
                 if self.readable(page):
                     with self.store.acquire([(page, Intent.READ)]) as lease:
                         self.check(page, lease.arrays[0])
+            self.flush()
+            everything = [(page, Intent.OVERWRITE) for page in PAGES[: self.frames]]
+            self.store.acquire(everything).release()  # else a frame has gone lost
         finally:
             self.store.close()
-            self.backend.close()
             shutil.rmtree(self.scratch)
+        assert open_descriptors() == self.descriptors
+        assert not [thread for thread in threading.enumerate() if thread.name == "tierstream-store"]
+        self.home.operations.append(self.operations - 1)
 
 
-StoreMachine.TestCase.settings = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck))
-TestStoreModel = StoreMachine.TestCase
+@contextmanager
+def home_of(kind: str, policy: str, folder: Path) -> Iterator[Home]:
+    backend: Backend | None = None
+    if kind == "kvikio":
+        if kvikio_problem():
+            pytest.skip(kvikio_problem())
+        backend = KvikioBackend(threads=2)
+    elif kind != "dram":
+        backend = PosixBackend(threads=2, direct=kind == "posix-direct")
+        if backend.transfer_path(folder).direct != (kind == "posix-direct"):
+            backend.close()
+            pytest.skip(f"{folder} does not take direct I/O")
+    try:
+        with seam.injected(WithoutSync()):
+            yield Home(backend, policy, folder)
+    finally:
+        if backend is not None:
+            backend.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # it takes seconds; to make a failing sequence short takes minutes
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*product(["posix-direct", "posix-buffered", "kvikio"], ["lookahead", "lru"]), ("dram", "lookahead")],
+)
+def test_store_against_model(tmp_path: Path, kind: str, policy: str) -> None:
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    with home_of(kind, policy, tmp_path) as home:
+        run_state_machine_as_test(
+            lambda: StoreMachine(home),
+            settings=settings(
+                max_examples=EXAMPLES * 4 // 3,  # hypothesis ends some of them early
+                stateful_step_count=OPERATIONS + 1,  # the first one opens the store
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    assert sum(home.operations) >= EXAMPLES * OPERATIONS, home.operations
+    assert set(threading.enumerate()) == threads
+    assert open_descriptors() == descriptors

@@ -197,3 +197,12 @@ def test_help_on_an_ascii_terminal() -> None:
     )
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.isascii()
+
+
+def test_a_full_drive_under_the_output_is_said() -> None:
+    entry = "import sys; from tierstream.tools.cli import main; sys.exit(main(['--help']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", entry], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "writing the output failed: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
