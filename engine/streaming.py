@@ -16,6 +16,7 @@ from tierstream.engine.update import granules
 from tierstream.io.drives import Drive
 from tierstream.io.measure import Case, Labels, Sample
 from tierstream.io.scratch import incompressible, stamp
+from tierstream.io.workload import cached_note, storage_bytes
 from tierstream.tiered.layout import Layout, Page, PlaneSpec, Unit, pack_unit
 from tierstream.tiered.store import Intent, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
@@ -80,16 +81,20 @@ class StreamedStore:
             leases: list[tuple[tuple[Page, Intent], ...]] = [((page, Intent.READ),) for page in pages]
         else:
             leases = [granule.uses for unit in self.units for granule in granules(self.layout, unit)]
-        before, cpu, begin = self.store.stats.copy(), time.process_time(), time.perf_counter()
+        before, fetched_before = self.store.stats.copy(), storage_bytes()
+        cpu, begin = time.process_time(), time.perf_counter()
         self.store.begin_step([page for uses in leases for page, _ in uses], [])
         for uses in leases:
             self.store.release(self.store.acquire(uses))
         self.store.flush()
         seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
-        after = self.store.stats.copy()
-        moved = after.nvme_bytes_read - before.nvme_bytes_read
-        moved += after.nvme_bytes_written - before.nvme_bytes_written
-        return Sample(moved, seconds, cpu_s)
+        after, fetched_after = self.store.stats.copy(), storage_bytes()
+        read = after.nvme_bytes_read - before.nvme_bytes_read
+        written = after.nvme_bytes_written - before.nvme_bytes_written
+        note = ""
+        if fetched_before and fetched_after:
+            note = cached_note("read", read, fetched_after[0] - fetched_before[0])
+        return Sample(read + written, seconds, cpu_s, note)
 
     def _fill(self, page_bytes: int) -> None:
         content = incompressible(page_bytes)

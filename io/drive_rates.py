@@ -73,6 +73,7 @@ class DriveTarget:
         self._host = incompressible(0)
         self._position = 0
         self._stamps = itertools.count()
+        self._paths: dict[tuple[BackendKind, BufferKind, bool], TransferPath] = {}
 
     @property
     def nbytes(self) -> int:
@@ -80,12 +81,15 @@ class DriveTarget:
         return len(self.paths) * self.file_bytes
 
     def path_taken(self, setting: Setting) -> TransferPath:
-        """The way that the bytes of this setting take."""
-        backend = _open(setting)
-        try:
-            return backend.transfer_path(self.paths[0], device=setting.buffer == "device")
-        finally:
-            backend.close()
+        """The way that the bytes of this setting take; it is tried once."""
+        key = (setting.backend, setting.buffer, setting.direct)
+        if key not in self._paths:
+            backend = _open(setting)
+            try:
+                self._paths[key] = backend.transfer_path(self.paths[0], device=setting.buffer == "device")
+            finally:
+                backend.close()
+        return self._paths[key]
 
     def run(self, setting: Setting, amount_bytes: int) -> Sample:
         """Moves about `amount_bytes`, at least four blocks per request under way.
@@ -119,7 +123,8 @@ class DriveTarget:
         )
         buffers = self._buffers(setting)
         touched = [self.paths[index] for index in sorted({request.file for request in requests})]
-        if not setting.direct:
+        buffered = not self.path_taken(setting).direct  # also where the file system refuses O_DIRECT
+        if buffered:
             for path in touched:
                 forget_cached(path)
         backend = _open(setting)
@@ -128,7 +133,7 @@ class DriveTarget:
             before = storage_bytes()
             cpu, begin = time.process_time(), time.perf_counter()
             run_requests(files, requests, buffers, self._stamp if setting.buffer == "host" else None)
-            if setting.access != "read" and not setting.direct:
+            if setting.access != "read" and buffered:
                 for path in touched:
                     sync(path)
             seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu

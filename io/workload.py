@@ -5,7 +5,7 @@ requests always under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -81,6 +81,7 @@ def run_requests(
     for index in range(len(buffers)):
         free.put(index)
     failures: list[BaseException] = []
+    under_way: dict[int, Future[int]] = {}
 
     def ended(index: int, future: Future[int]) -> None:
         error = future.exception()
@@ -88,11 +89,9 @@ def run_requests(
             failures.append(error)
         free.put(index)
 
-    held = 0  # buffers that this thread holds and no request uses
     try:
         for request in requests:
             index = free.get()
-            held += 1
             if failures:
                 break
             buffer = buffers[index]
@@ -100,12 +99,13 @@ def run_requests(
                 before_write(buffer)
             file = files[request.file]
             move = file.read_into if request.direction is Direction.READ else file.write_from
-            future = move(buffer, request.offset)
-            held -= 1
-            future.add_done_callback(partial(ended, index))
+            under_way[index] = move(buffer, request.offset)
+            under_way[index].add_done_callback(partial(ended, index))
     finally:
-        for _ in range(len(buffers) - held):
-            free.get()
+        # Not by `free`: a Ctrl-C between two lines above would leave it one short for ever.
+        wait(under_way.values())
+    # `wait` may return before the last callbacks have run.
+    failures += filter(None, (future.exception() for future in under_way.values()))
     if failures:
         raise failures[0]
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.faults import FaultySyscalls, fail
+from support.faults import FaultySyscalls, fail, refuse_direct_open
 
 from tierstream.io import seam
 from tierstream.io.drive_rates import DriveTarget, Setting, Tuning, best_tuning
@@ -116,6 +121,7 @@ def test_a_run_moves_what_it_counts(tmp_path: Path, access: Access, direct: bool
         setting = Setting(
             access=access, tuning=Tuning(threads=2, task_bytes=65536, queue_depth=4), direct=direct
         )
+        assert target.path_taken(setting).direct == direct
         watched = FaultySyscalls()
         with seam.injected(watched):
             sample = target.run(setting, 2 * MIB)
@@ -128,10 +134,76 @@ def test_a_run_moves_what_it_counts(tmp_path: Path, access: Access, direct: bool
         assert not watched.open_descriptors
 
 
+@pytest.mark.parametrize("access", ["read", "write"])
+def test_where_direct_io_is_refused_the_page_cache_is_neither_read_nor_left_unwritten(
+    tmp_path: Path, access: Access
+) -> None:
+    """The rate is that of the drive all the same."""
+    with ScratchFolder(tmp_path) as folder, seam.injected(FaultySyscalls(refuse_direct_open())):
+        target = DriveTarget([folder.new_file("file", 2 * MIB)], 2 * MIB)
+        setting = Setting(access=access, tuning=Tuning(threads=2, task_bytes=65536, queue_depth=4))
+        assert target.path_taken(setting).name == "posix-buffered"
+        watched = FaultySyscalls(refuse_direct_open())
+        with seam.injected(watched):
+            sample = target.run(setting, 2 * MIB)
+    assert sample.note == ""
+    last_write = max((i for i, name in enumerate(watched.names()) if name == "pwritev"), default=-1)
+    assert "fsync" in watched.names()[last_write + 1 :]
+
+
+def test_an_interrupt_at_any_line_is_raised_and_waits_for_what_is_under_way() -> None:
+    """Ctrl-C: never a wait without end, and no buffer in use afterwards."""
+
+    class Slow:
+        def __init__(self, pool: ThreadPoolExecutor) -> None:
+            self.pool, self.now = pool, 0
+
+        def read_into(self, buffer: np.ndarray, offset: int) -> Future[int]:
+            return self.pool.submit(self._move)
+
+        def _move(self) -> int:
+            self.now += 1
+            time.sleep(0.0005)
+            self.now -= 1
+            return 0
+
+    def run(stop_at: int) -> int:
+        """Lines of `run_requests` that were begun."""
+        begun = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal begun
+            if frame.f_code is not run_requests.__code__:
+                return None
+            if event == "line":
+                begun += 1
+                if begun == stop_at:
+                    raise KeyboardInterrupt
+            return trace
+
+        with ThreadPoolExecutor(1) as pool:
+            file, before = Slow(pool), sys.gettrace()
+            sys.settrace(trace)
+            try:
+                run_requests([file], blocks("read", 1, MIB, 4096, 6), [np.zeros(4096, np.uint8)] * 2)
+            finally:
+                sys.settrace(before)
+                assert file.now + pool._work_queue.qsize() == 0
+        return begun
+
+    lines = run(stop_at=0)
+    assert lines > 40
+    # The last three lines are those that wait.
+    for stop_at in range(1, lines - 2):
+        with pytest.raises(KeyboardInterrupt):
+            run(stop_at)
+
+
 def test_runs_go_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as folder:
         target = DriveTarget([folder.new_file("file", MIB)], MIB)
         setting = Setting(access="read", tuning=Tuning(threads=1, task_bytes=65536, queue_depth=1))
+        assert target.path_taken(setting).direct
         offsets = []
         for _ in range(3):
             watched = FaultySyscalls()
