@@ -201,6 +201,32 @@ def test_a_drive_filled_from_outside_stops_the_run_cleanly(
         goes_on(command, config, unharmed)
 
 
+def test_a_drive_of_state_filled_from_outside_lets_the_run_end(
+    command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]]
+) -> None:
+    """C27: at step 3. The files of the state, and those that steps 1 and 2 have spilled to, have their
+    space.
+    """
+    config = make(tmp_path)
+    with small_drive(tmp_path, 24 << 20) as drive:
+        use_drive(config, drive)
+        filled: list[Path] = []
+        faults = FaultySyscalls(
+            once(
+                lambda call: call.name == "rename" and call.path.endswith("checkpoints/step-00000002"),
+                lambda: filled.append(fill(drive)),
+            )
+        )
+        with seam.injected(faults):
+            assert command.train(config)[::2] == (0, "")
+        assert filled
+        written = [call for call in faults.calls if call.name == "pwritev" and str(drive) in call.path]
+        assert written
+    assert [m["loss"] for m in records(config)] == [m["loss"] for m in unharmed[1]]
+    ours, planes = final_planes(config), unharmed[0]
+    assert [key for key in planes if ours[key].tobytes() != planes[key].tobytes()] == []
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("number", "name", "plane"),

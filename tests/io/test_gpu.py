@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,10 @@ from tierstream.io.backend import open_backend
 from tierstream.io.errors import InvariantError, StorageError
 
 pytestmark = pytest.mark.gpu
-MIB = 1 << 20
-SIZES = [1, 511, 512, 4095, 4097, 16 << 10, MIB - 1, MIB + 1, 28_824_000]
+MIB, GIB = 1 << 20, 1 << 30
+SIZES = [1, 511, 512, 513, 4095, 4096, 4097, 16 << 10, 65536, MIB - 1, MIB, MIB + 1, 28_824_000]
+#: Of the device's clock; a tenth of a second or so.
+LONG_CYCLES = 200_000_000
 
 
 @pytest.fixture
@@ -56,6 +59,77 @@ def test_round_trip_of_device_memory(drive: Drive, nbytes: int, offset: int, mis
     assert zlib.crc32(back[misalignment : misalignment + nbytes].tobytes()) == zlib.crc32(data)
     assert (back[:misalignment] == 0xA5).all()
     assert (back[misalignment + nbytes :] == 0xA5).all()
+
+
+def test_more_than_two_gib_of_device_memory(drive: Drive) -> None:
+    backend = drive.reopen(threads=2, task_bytes=4 * GIB)
+    nbytes = 2 * GIB + 4096
+    path = drive.directory / "large"
+    backend.create(path, nbytes)
+    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    source[:5], source[-5:] = 1, 2
+    torch.cuda.synchronize()
+    file = backend.open(path, writable=True)
+    assert file.write_from(source, 0).result() == nbytes
+    assert path.stat().st_size == nbytes
+    target = torch.full_like(source, 0xA5)
+    torch.cuda.synchronize()
+    assert file.read_into(target, 0).result() == nbytes
+    assert torch.equal(target, source)
+
+
+def test_a_request_keeps_device_buffer_and_file_alive(drive: Drive) -> None:
+    path, oracle = filled_file(drive.directory, 32 * MIB)
+    memory = torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    future = drive.backend.open(path, writable=False).read_into(memory[:], 0)
+    gc.collect()
+    assert future.result() == 32 * MIB
+    assert memory.cpu().numpy().tobytes() == oracle
+
+    expected = random_bytes(32 * MIB, seed=4)
+    source = torch.from_numpy(expected).cuda()
+    torch.cuda.synchronize()
+    future = drive.backend.open(path, writable=True).write_from(source, 0)
+    del source
+    gc.collect()
+    # The allocator would give its memory to the next tensor.
+    junk = torch.full((32 * MIB,), 0x5A, dtype=torch.uint8, device="cuda")
+    assert future.result() == 32 * MIB
+    assert path.read_bytes() == expected.tobytes()
+    del junk
+
+
+def test_a_request_waits_for_the_default_stream(drive: Drive) -> None:
+    """What torch has enqueued there before the request is in the file, though the host has not waited."""
+    path, _ = filled_file(drive.directory, 32 * MIB)
+    source = torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda")
+    file = drive.backend.open(path, writable=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG_CYCLES)
+    source.fill_(7)
+    assert file.write_from(source, 0).result() == 32 * MIB
+    assert path.read_bytes() == b"\x07" * (32 * MIB)
+
+
+def test_the_caller_orders_requests_with_torch_s_current_stream(drive: Drive) -> None:
+    """Before a request the stream is waited for; after its future any stream sees the bytes."""
+    path, oracle = filled_file(drive.directory, 32 * MIB)
+    side = torch.cuda.Stream()
+    file = drive.backend.open(path, writable=True)
+    with torch.cuda.stream(side):
+        buffer = torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(LONG_CYCLES)
+        buffer.fill_(9)  # would overwrite what is read if it were not waited for
+        torch.cuda.current_stream().synchronize()
+        assert file.read_into(buffer, 0).result() == 32 * MIB
+        doubled = buffer + buffer  # enqueued after the future: no synchronisation is needed
+        torch.cuda._sleep(LONG_CYCLES)
+        buffer.copy_(doubled)
+        torch.cuda.current_stream().synchronize()
+        assert file.write_from(buffer, 0).result() == 32 * MIB
+    expected = np.frombuffer(oracle, dtype=np.uint8)
+    assert path.read_bytes() == (expected + expected).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16])
