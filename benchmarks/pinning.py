@@ -69,7 +69,7 @@ def torchs(nbytes: int) -> Pinned:
     taken = torch_pinned_bytes() - before
     assert memory.is_pinned()
     del memory
-    torch.accelerator.empty_host_cache()  # or the next round gets the same memory again, at once
+    torch._C._host_emptyCache()  # or the next round gets the same memory again, at once
     return Pinned({"total": seconds}, taken)
 
 
@@ -102,6 +102,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, run in variants.items():
             taken[name].append(run())
+            print(f"{name}: {taken[name][-1].seconds}", flush=True)
     cores = len(os.sched_getaffinity(0))
     print(f"{args.size} asked for, {cores} cores, {args.rounds} rounds in turn, medians")
     report = {}

@@ -15,13 +15,14 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive
 from tierstream.engine.meta_model import materialise_buffers
+from tierstream.engine.metrics import DriveTotals
 from tierstream.engine.plan import Plan
 from tierstream.engine.runtime import Runtime
 from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.units import ModelUnits
 from tierstream.io import drives
-from tierstream.io.backend import TransferPath, open_backend
+from tierstream.io.backend import Backend, TransferPath, open_backend
 from tierstream.io.errors import ConfigError
 from tierstream.io.spread import Root, Spread
 from tierstream.tiered.layout import Layout
@@ -45,7 +46,22 @@ class Drives:
     directory: ZarrDirectory
     known: list[KnownDrive]
     paths: dict[str, TransferPath]
+    backends: list[Backend]
     opened: ExitStack
+
+    def totals(self) -> dict[str, DriveTotals]:
+        """Directory -> what was moved there so far."""
+        moved = self.directory.traffic().values()
+        return {
+            drive.directory: DriveTotals(
+                path=str(self.paths[drive.directory]),
+                bytes_read=traffic.bytes_read,
+                bytes_written=traffic.bytes_written,
+                bytes_checked=traffic.bytes_checked,
+                bytes_buffered=backend.counts().bytes_buffered,
+            )
+            for drive, traffic, backend in zip(self.known, moved, self.backends, strict=True)
+        }
 
     def close(self) -> None:
         self.opened.close()
@@ -127,7 +143,7 @@ def open_drives(
     if not known:
         return None
     with ExitStack() as opened:
-        parts = []
+        parts, backends = [], []
         for drive in known:
             tuning = drive.tuning
             backend = open_backend(
@@ -137,11 +153,12 @@ def open_drives(
                 queue_depth=tuning.queue_depth,
             )
             opened.callback(backend.close)
+            backends.append(backend)
             root = os.path.join(drive.directory, STATE_FOLDER)
             parts.append(drives.Drive(root, backend, drive.weight))
         directory = ZarrDirectory.create(parts, layout, attributes, readback=config.tiers.readback)
         opened.callback(directory.close)
-        return Drives(directory, known, paths, opened.pop_all())
+        return Drives(directory, known, paths, backends, opened.pop_all())
 
 
 def build_store(

@@ -104,6 +104,20 @@ class TierTotals:
 
 
 @dataclass(kw_only=True, slots=True)
+class DriveTotals:
+    """What a run moved to and from one of its drives, first values of the state included."""
+
+    path: str
+    """The way that bytes took (`posix-direct`, `kvikio-compat`, ...), with the reason."""
+    bytes_read: int
+    bytes_written: int
+    bytes_checked: int
+    """Of those read: compared with checksums, and right."""
+    bytes_buffered: int
+    """Moved through the page cache."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RunSummary:
     """The sum of the steps that this process ran; `result.json`."""
 
@@ -120,6 +134,8 @@ class RunSummary:
     stall_s: dict[str, float] = field(default_factory=dict)
     tier_wait_s: dict[str, float] = field(default_factory=dict)
     tiers: dict[str, TierTotals] = field(default_factory=dict)
+    drives: dict[str, DriveTotals] = field(default_factory=dict)
+    """Directory of `tiers.nvme_dirs` -> its traffic."""
     host_peak_bytes: int = 0
     gpu_peak_bytes: int = 0
     stopped: str | None = None

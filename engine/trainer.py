@@ -74,6 +74,7 @@ class Trainer:
                 if (every is not None and run.step % every == 0) or (last and config.checkpoint.at_end):
                     run.save()
             run.runtime.flush()
+            run.summary.drives = run.tier.totals() if run.tier else {}
             if run.summary.last_step is not None:  # else nothing was left to do, and the result stands
                 run.directory.write_result(run.summary)
         self.observer.on_end(run.summary)
@@ -92,10 +93,11 @@ class _Run:
         directory: RunDirectory,
         rows: PackedRows,
         runtime: Runtime,
+        tier: assemble.Drives | None,
         state: dict[str, Any],
     ) -> None:
         self.config, self.observer, self.directory = config, observer, directory
-        self.rows, self.runtime = rows, runtime
+        self.rows, self.runtime, self.tier = rows, runtime, tier
         self.run_id: str = state["run_id"]
         self.settings: dict[str, Any] = state["settings"]
         self.step: int = state["step"]
@@ -145,6 +147,8 @@ class _Run:
             parts.callback(tier.close)
         store = assemble.build_store(config, layout, plan, tier, device, config.train.debug)
         parts.callback(store.close)
+        if store.pageable_reason:
+            observer.on_event(f"warning: {store.pageable_reason}")
         origin = assemble.fill_state(config, model, units, layout, store, snapshot, weights, device)
         runtime = assemble.build_runtime(
             config, model, units, layout, plan, store, device, state["applied_updates"]
@@ -154,7 +158,7 @@ class _Run:
         observer.on_event(f"state: {origin}")
         left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
         observer.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
-        run = cls(config, observer, directory, rows, runtime, state | {"settings": settings})
+        run = cls(config, observer, directory, rows, runtime, tier, state | {"settings": settings})
         observer.on_plan(_report(config, units, layout, plan, runtime, tier, device, profile, run.step))
         return run
 
@@ -188,6 +192,7 @@ class _Run:
             )
             if self.config.checkpoint.at_end or self.config.checkpoint.every_steps is not None:
                 self.save()
+            self.summary.drives = self.tier.totals() if self.tier else {}
             self.directory.write_result(self.summary)
             raise TrainingStopped(
                 f"{self.summary.stopped}. Lower optimizer.lr or look at the data of these steps; "

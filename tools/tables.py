@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tierstream.engine.metrics import DrivePlan, PlanReport, RunSummary
+from tierstream.engine.metrics import DrivePlan, DriveTotals, PlanReport, RunSummary
 from tierstream.io.sizes import format_bytes
 
 WIDTH_COLUMNS = 80
@@ -116,6 +116,11 @@ def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
     if waits:
         stalls = [(what, f"{seconds:.2f}", f"{100 * seconds / step_s:.1f} %") for what, seconds in waits]
         console.print(table("Waiting", ("who, for what", "s", "of the time"), stalls))
+    for directory, drive in summary.drives.items():
+        console.print(_traffic_line(directory, drive), soft_wrap=True)
+    if summary.tiers.get("nvme"):
+        per_day = summary.tiers["nvme"].bytes_written / step_s * 86400
+        console.print(f"drives are written {per_day / 1e12:.3g} TB a day at this pace")
     skipped = f", {summary.skipped_steps} skipped" if summary.skipped_steps else ""
     console.print(
         f"steps {summary.first_step} to {summary.last_step}{skipped}: loss {summary.loss:.4f}, "
@@ -125,6 +130,16 @@ def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
     shown = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in peaks if nbytes)
     if shown:
         console.print(f"peak memory: {shown}")
+
+
+def _traffic_line(directory: str, drive: DriveTotals) -> str:
+    """All that a run moved there: what wears a drive is not only the steps."""
+    line = f"{directory}: {drive.bytes_read / 1e9:.3g} GB read, {drive.bytes_written / 1e9:.3g} GB written"
+    if drive.bytes_checked:
+        line += f", {drive.bytes_checked / 1e9:.3g} GB compared with checksums"
+    if drive.bytes_buffered:
+        line += f", {drive.bytes_buffered / 1e9:.3g} GB of all through the page cache"
+    return f"{line}; by {drive.path}"
 
 
 def _limit(nbytes: int | None) -> str:

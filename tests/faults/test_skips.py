@@ -279,3 +279,8 @@ def test_the_bytes_written_are_those_that_the_kernel_counts(tmp_path: Path) -> N
     assert reported > 5 << 20
     assert abs(reported - kernel) < 0.05 * kernel, (reported, kernel)
     assert np.ptp(observer.reported[2:]) < 0.2 * reported / 10
+    (drive,) = json.loads((Path(config.run_dir) / "result.json").read_text())["drives"].values()
+    assert drive["path"] == "posix-direct"
+    # First values and the last flush too, so more than in the steps.
+    assert drive["bytes_written"] > sum(observer.reported)
+    assert 0 < drive["bytes_checked"] < drive["bytes_read"]

@@ -6,7 +6,7 @@ import math
 import pytest
 from support.steps import record
 
-from tierstream.engine.metrics import DrivePlan, PlanReport, RunSummary, TierPlan
+from tierstream.engine.metrics import DrivePlan, DriveTotals, PlanReport, RunSummary, TierPlan
 from tierstream.tools.tables import count, open_console, print_plan, print_summary, table
 
 GIB = 2**30
@@ -93,6 +93,18 @@ A step takes at least 4.56 s, set by nvme
 
 def test_the_summary() -> None:
     summary = RunSummary(checkpoint="/runs/a/checkpoints/step-00000003")
+    summary.drives = {
+        "/mnt/nvme0": DriveTotals(
+            path="posix-direct",
+            bytes_read=15 * 10**9,
+            bytes_written=9 * 10**9,
+            bytes_checked=2 * 10**9,
+            bytes_buffered=10**8,
+        ),
+        "/mnt/nvme1": DriveTotals(
+            path="posix-direct", bytes_read=1, bytes_written=0, bytes_checked=0, bytes_buffered=0
+        ),
+    }
     for step in (1, 2, 3):
         summary.add(
             record(
@@ -125,6 +137,10 @@ Waiting
  computation, for gradients   0.75         5.0 %
  threads, for nvme_read       6.00        40.0 %
 
+/mnt/nvme0: 15 GB read, 9 GB written, 2 GB compared with checksums, 0.1 GB of all through the page cache; by \
+posix-direct
+/mnt/nvme1: 1e-09 GB read, 0 GB written; by posix-direct
+drives are written 43.2 TB a day at this pace
 steps 1 to 3, 1 skipped: loss 3.3333, 384 tokens in 15.0 s (25.6 tok/s)
 peak memory: host 5.00 GiB
 checkpoint /runs/a/checkpoints/step-00000003"""
