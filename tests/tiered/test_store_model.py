@@ -89,6 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.truth: dict[Page, bytes] = {}
         self.held: list[tuple[Lease, list[tuple[Page, Intent]]]] = []
         self.version = self.used = self.operations = 0
+        self.restart_after = dice.randrange(2 * OPERATIONS)  # every second sequence has one
         self.open(dice)
 
     def open(self, dice: random.Random) -> None:
@@ -257,12 +258,11 @@ class StoreMachine(RuleBasedStateMachine):
             found = Path(self.directory.path(page)).read_bytes()
             assert found == self.truth[page].ljust(LAYOUT.page_nbytes(page), b"\0")
 
-    @precondition(lambda self: not self.held)
-    @rule(dice=dice, restart=st.sampled_from([True, *[False] * 15]))
-    def snapshot(self, dice: random.Random, restart: bool) -> None:
+    @precondition(lambda self: not self.held and self.operations >= self.restart_after)
+    @rule(dice=dice)
+    def restart(self, dice: random.Random) -> None:
         """Close the store and go on with another, of another size, that starts from a snapshot."""
-        if not restart:
-            return self.flush()
+        self.restart_after = OPERATIONS
         write_snapshot(self.store, self.scratch / "snapshot", {"version": self.version})
         self.store.close()
         self.open(dice)
