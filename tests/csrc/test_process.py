@@ -59,3 +59,13 @@ sum_squares(x, threads=2)
 print(alone - before, threads() - before)
 """
     assert run(code).split() == ["0", "3"]
+
+
+def test_many_threads_on_one_core() -> None:
+    """C89: a container that grants one core of many; the result is that of one thread."""
+    code = """
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+x = np.random.default_rng(0).standard_normal(1_000_000, np.float32)
+print(sum_squares(x, threads=64) == sum_squares(x, threads=1))
+"""
+    assert run(code) == "True\n"
