@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -13,7 +14,7 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.streaming import StreamedStore
 from tierstream.io.backend import Buffer, TransferPath, open_backend
 from tierstream.io.drive_rates import ACCESSES, BackendKind, BufferKind, DriveTarget, Setting, Tuning
-from tierstream.io.drives import Drive, check_directory
+from tierstream.io.drives import Drive, check_directories
 from tierstream.io.errors import ConfigError
 from tierstream.io.extents import check_written
 from tierstream.io.measure import Case, Labels, Sample
@@ -32,6 +33,9 @@ _BUFFERS_BYTES = 256 * MIB
 #: Files of this size on a drive at once: the file, that of first writes, chunk files of a store per backend.
 _FILES = 4
 _FILE_BYTES_MAX = 4 << 30
+#: What is done to a file that is not ours.
+_READS: list[Access] = ["read"]
+
 
 @dataclass(kw_only=True)
 class StorageOptions(OutputOptions):
@@ -104,26 +108,71 @@ class Way:
         )
 
 
+def check_paths(paths: Sequence[str], options: StorageOptions) -> list[int]:
+    """Bytes of the file at each path: of that which is there, or of that which will be written. Nothing is
+    written yet.
+
+    Raises:
+        StorageError: a directory is missing, cannot be written or has too little space; a file would measure
+            nothing.
+        ConfigError: a size that does not fit the others; a file that is asked for more than reads.
+    """
+    folders = [path for path in paths if not os.path.isfile(path)]
+    infos = check_directories((path, 0) for path in folders)
+    sharers = Counter(info.device for info in infos)
+    sizes = {
+        path: _file_bytes(options, info.free_bytes // sharers[info.device])
+        for path, info in zip(folders, infos, strict=True)
+    }
+    check_directories((path, _FILES * nbytes) for path, nbytes in sizes.items())
+    return [sizes[path] if path in sizes else _existing_bytes(path, options) for path in paths]
+
+
+def _file_bytes(options: StorageOptions, free_bytes: int) -> int:
+    largest = max(*options.block, options.page)
+    wanted = options.file_size
+    if wanted is None:
+        wanted = ByteSize(max(largest, min(_FILE_BYTES_MAX, free_bytes // 8)))
+    if wanted < largest:
+        raise ConfigError(
+            f"file_size is {wanted}, less than a block or page of {largest}; raise it, or lower them"
+        )
+    return int(wanted) // largest * largest
+
+
+def _existing_bytes(path: str, options: StorageOptions) -> int:
+    if "read" not in options.access:
+        raise ConfigError(f"{path} is a file, which is only read; name a directory to measure writes")
+    if options.profile is not None:
+        raise ConfigError(f"{path} is a file; a profile needs writes too: name a directory on that drive")
+    nbytes, largest = os.path.getsize(path), max(options.block)
+    if nbytes < largest:
+        raise ConfigError(
+            f"{path} has {nbytes} bytes, less than a block of {largest}; name a larger file, or lower --block"
+        )
+    check_written(path)
+    return nbytes
+
+
 class MeasuredPath:
     """A directory, in which scratch files are made, or an existing file, which is only read.
 
     Args:
         path: as the user named it.
-        sharers: paths that may lie on one drive and share its free space.
+        nbytes: of the file, as `check_paths` has it.
         stack: removes what was made, at its end.
         allocate_device: makes device buffers.
 
     Raises:
-        StorageError: it is missing, cannot be written, has too little space, or is a file that would measure
-            nothing.
+        StorageError: the drive is full or fails.
     """
 
     def __init__(
         self,
         path: str,
+        nbytes: int,
         options: StorageOptions,
         stack: ExitStack,
-        sharers: int,
         allocate_device: Callable[[int], Buffer],
     ) -> None:
         self.path, self.options, self._stack = os.path.abspath(path), options, stack
@@ -131,33 +180,12 @@ class MeasuredPath:
         self._allocate_device = allocate_device
         self._amounts: dict[tuple[Access, Way], int] = {}
         if os.path.isfile(self.path):
-            check_written(self.path)
-            file, nbytes = self.path, os.path.getsize(self.path)
-            self.accesses: list[Access] = [access for access in options.access if access == "read"]
-            if not self.accesses:
-                raise ConfigError(
-                    f"{self.path} is a file, which is only read; name a directory to measure writes"
-                )
+            file, self.accesses = self.path, _READS
         else:
-            nbytes = self._file_bytes(sharers)
             self.folder = stack.enter_context(ScratchFolder(self.path))
             file = self.folder.new_file("file", nbytes)
-            self.accesses = list(options.access)
+            self.accesses = options.access
         self.target = DriveTarget([file], nbytes, allocate_device)
-
-    def _file_bytes(self, sharers: int) -> int:
-        info = check_directory(self.path)
-        largest = max(*self.options.block, self.options.page)
-        wanted = self.options.file_size
-        if wanted is None:
-            wanted = ByteSize(max(largest, min(_FILE_BYTES_MAX, info.free_bytes // (8 * sharers))))
-        if wanted < largest:
-            raise ConfigError(
-                f"file_size is {wanted}, less than a block or page of {largest}; raise it, or lower them"
-            )
-        nbytes = int(wanted) // largest * largest
-        check_directory(self.path, _FILES * nbytes)
-        return nbytes
 
     def way(self, backend: BackendKind, buffer: BufferKind) -> Way:
         setting = Setting(access="read", tuning=_FIRST_LOOK, backend=backend, buffer=buffer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -18,12 +19,16 @@ from typing import Any
 from tierstream.io.drive_rates import DriveTarget, Setting
 from tierstream.io.errors import ConfigError, StorageError
 from tierstream.io.measure import Case, Labels, Sample
+from tierstream.io.workload import cached_note
 
 _PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
 #: The fastest way that fio has here; containers often forbid the first one.
 _ENGINES = ("io_uring", "libaio", "psync")
 _TRIAL_BYTES = 1 << 20
 _OPEN_FILES_MAX = 32
+#: Shorter runs of fio are off by more than 5 %.
+_MILLISECONDS_MIN = 20
+_RUSAGE_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -66,53 +71,103 @@ class Fio:
             "openfiles": min(len(target.paths), _OPEN_FILES_MAX),
             "end_fsync": int(not setting.direct),
         }
-        return Case(labels, "B", lambda: self._run(target.paths, options))
-
-    def _run(self, paths: Sequence[str], options: dict[str, Any]) -> Sample:
-        job = run_fio(self.program, self.engine, paths, options)
-        seconds = max(job["read"]["runtime"], job["write"]["runtime"]) / 1000
-        moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
-        return Sample(moved, seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds)
+        return Case(labels, "B", lambda: run_fio(self.program, self.engine, target.paths, options))
 
 
-def run_fio(program: str, engine: str, paths: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one job. A Ctrl-C ends fio with us.
+def run_fio(program: str, engine: str, paths: Sequence[str], options: dict[str, Any]) -> Sample:
+    """One run of fio. A Ctrl-C ends it with us.
+
+    Args:
+        options: bs, iodepth, size (of all files) and io_size, and whatever else fio is to be told.
 
     Raises:
         StorageError: fio failed; with what it said.
     """
     fixed = {
-        "name": "tierstream",
-        # fio takes ":" for the end of a file name
-        "filename": ":".join(path.replace(":", r"\:") for path in paths),
+        "name": "global",
         "ioengine": engine,
         "rwmixread": 50,
         "allow_file_create": 0,
         "fallocate": "none",
         "group_reporting": 1,
+        "thread": 1,  # a job of its own process would outlive fio when that is killed
     }
-    if engine == "psync":  # it has one request under way per job
-        jobs = options["iodepth"]
-        part = options["size"] // jobs // options["bs"] * options["bs"]
-        options = options | {"numjobs": jobs, "thread": 1, "size": part, "offset_increment": part}
-        options["io_size"] = max(options["bs"], options["io_size"] // jobs)
+    jobs = _synchronous_jobs(paths, options) if engine == "psync" else [{"filename": _joined(paths)}]
+    sections = [fixed | options, *({"name": f"job-{number}", **job} for number, job in enumerate(jobs))]
     command = [program, "--output-format=json"]
-    command += [f"--{key}={value}" for key, value in (fixed | options).items()]
+    command += [f"--{key}={value}" for section in sections for key, value in section.items()]
     # Buffers in huge pages, as training has them: direct I/O is faster from those, whoever does it.
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    before = _fetched_bytes()
     done = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment
     )
     try:
         # Some versions print a note before the JSON.
-        job: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    except (ValueError, KeyError, IndexError):
-        job = {"error": done.returncode or 1}
-    if done.returncode or job["error"]:
-        said = (done.stderr.strip() or done.stdout.strip())[-500:]
-        detail = f"fio ended with status {done.returncode}: {said}"
+        found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        failed, sample = bool(done.returncode or found["error"]), _sample(found, _fetched_bytes() - before)
+    except (ValueError, KeyError, IndexError, TypeError):
+        failed = True
+    if failed:
+        said = " ".join((done.stderr.strip() or done.stdout.strip())[-500:].split())
+        detail = f"fio ended with status {done.returncode} and said: {said or 'nothing'}"
         raise StorageError("measuring with fio", paths[0], detail=detail)
-    return job
+    return sample
+
+
+def _synchronous_jobs(paths: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """A job for each request under way, of which the engine has one per job: parts of the file, or files."""
+    block, size, several = options["bs"], options["size"], len(paths) > 1
+    count = min(options["iodepth"], len(paths) if several else size // block)
+    part = size // count // block * block
+    io_size = max(block, options["io_size"] // count)
+    if not several:
+        return [
+            {"filename": _joined(paths), "offset": index * part, "size": part, "io_size": io_size}
+            for index in range(count)
+        ]
+    shares = [paths[index::count] for index in range(count)]
+    return [
+        {"filename": _joined(share), "size": size // len(paths) * len(share), "io_size": io_size}
+        for share in shares
+    ]
+
+
+def _joined(paths: Sequence[str]) -> str:
+    # fio takes ":" for the end of a file name
+    return ":".join(path.replace(":", r"\:") for path in paths)
+
+
+def _sample(job: dict[str, Any], fetched_bytes: int) -> Sample:
+    milliseconds = max(1, job["read"]["runtime"], job["write"]["runtime"])
+    read_bytes, written_bytes = job["read"]["io_bytes"], job["write"]["io_bytes"]
+    if not read_bytes + written_bytes:
+        raise ValueError("it moved nothing")
+    # Its shares are of the time of all jobs together.
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    notes = [cached_note("read", read_bytes, fetched_bytes)]
+    if milliseconds < _MILLISECONDS_MIN:
+        notes.append("short: fio counts whole milliseconds")
+    return Sample(read_bytes + written_bytes, milliseconds / 1000, cpu_s, "; ".join(filter(None, notes)))
+
+
+def _fetched_bytes() -> int:
+    """What all programs that this process has run to their end had fetched from storage (getrusage(2))."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock * _RUSAGE_BLOCK_BYTES
+
+
+def fio_program() -> str:
+    """Its path.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    program = shutil.which("fio")
+    if program is None:
+        raise ConfigError(
+            "--compare fio needs fio, which is not installed: apt-get install fio, or leave the option out"
+        )
+    return program
 
 
 @lru_cache(maxsize=1)
@@ -125,11 +180,7 @@ def find_fio(trial_path: str) -> Fio:
     Raises:
         ConfigError: it is not installed, or none of its engines works here.
     """
-    program = shutil.which("fio")
-    if program is None:
-        raise ConfigError(
-            "--compare fio needs fio, which is not installed: apt-get install fio, or leave the option out"
-        )
+    program = fio_program()
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.strip()
     refusals = []
     for engine in _ENGINES:

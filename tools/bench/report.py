@@ -52,14 +52,19 @@ def check_output(options: OutputOptions) -> None:
         ConfigError: the place for the JSON or the report cannot take it.
     """
     if options.json is not None and options.json != _STDOUT:
-        path = Path(options.json)
-        if path.is_dir():
-            raise ConfigError(f"--json {path} is a directory; name a file in it")
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"--json {path}: there is no directory {path.absolute().parent}; make it first")
-        _check_writable("--json", path.absolute().parent)
+        check_file("--json", options.json)
     if options.report is not None:
         _check_report(Path(options.report).resolve())
+
+
+def check_file(option: str, path: str) -> None:
+    """Raises ConfigError: no file can be written there."""
+    parent = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise ConfigError(f"{option} {path} is a directory; name a file in it")
+    if not parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no directory {parent}; make it first")
+    _check_writable(option, parent)
 
 
 def run_cases(cases: Sequence[Case], rounds: int) -> list[Measurement]:

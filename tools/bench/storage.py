@@ -19,8 +19,9 @@ from tierstream.io.kvikio_backend import cuda_device_present, kvikio_problem
 from tierstream.io.measure import Case, Labels, Measurement
 from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
 from tierstream.io.sizes import format_bytes
+from tierstream.tools.bench.fio import fio_program
 from tierstream.tools.bench.plots import PlotSpec
-from tierstream.tools.bench.report import check_output, present, run_cases
+from tierstream.tools.bench.report import check_file, check_output, present, run_cases
 from tierstream.tools.bench.result import PART, Result
 from tierstream.tools.options import parse_options, take_paths
 
@@ -59,7 +60,7 @@ def measure_storage(
     paths: Sequence[str], options: StorageOptions, command: list[str]
 ) -> tuple[Result, MachineProfile]:
     """All measurements of the paths, and the profile with what was found of their drives."""
-    from tierstream.tools.bench.drives import MeasuredPath
+    from tierstream.tools.bench.drives import MeasuredPath, check_paths
     from tierstream.tools.bench.machine import describe_machine
 
     profile = start_profile(options)
@@ -67,9 +68,13 @@ def measure_storage(
     home = _home(kinds)
     if options.require_gds:
         _check_gds(paths)
+    if options.compare is not None:
+        fio_program()
+    sizes = check_paths(paths, options)
     with ExitStack() as stack:
         measured = [
-            MeasuredPath(path, options, stack, len(paths), _allocate_device) for path in paths
+            MeasuredPath(path, nbytes, options, stack, _allocate_device)
+            for path, nbytes in zip(paths, sizes, strict=True)
         ]
         measurements: list[Measurement] = []
         notes: list[str] = []
@@ -204,7 +209,8 @@ def _ratios(best: Sequence[Measurement]) -> list[str]:
     plain = {
         (found.labels["backend"], found.labels["access"]): found
         for found in best
-        if found.labels.get("path") != "posix-buffered" or not _has_direct(best)
+        if found.labels["buffer"] == "host"
+        and (found.labels["path"] != "posix-buffered" or not _has_direct(best))
     }
     for found in best:
         backend, access = str(found.labels["backend"]), str(found.labels["access"])
@@ -230,9 +236,11 @@ def start_profile(options: StorageOptions) -> MachineProfile:
     """What the file already knows of this machine, or an empty profile of it.
 
     Raises:
-        ConfigError: the file is damaged, or of another machine.
+        ConfigError: the file is damaged, of another machine, or cannot be written.
     """
     path = options.profile
+    if path is not None:
+        check_file("--profile", path)
     known = MachineProfile.load(path) if path is not None and os.path.exists(path) else MachineProfile()
     cpu = probes.cpu_model()
     if known.cpu not in ("", cpu):
