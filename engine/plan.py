@@ -66,7 +66,9 @@ class TiersConfig:
     null: what is needed is measured then.
     """
     require_path: Literal["posix-direct", "kvikio-compat", "gds"] | None = None
-    """Refuse to start unless the bytes of every drive really take this way."""
+    """Refuse to start unless the bytes of every drive really take this way. "gds" is never granted today:
+    pages go through host memory, where the optimizer runs.
+    """
     readback: Literal["off", "sampled", "full"] = "sampled"
     """Compare what the drives give back with checksums of what was written: never, of one write of a page in
     eight, or of every page. A page that came back wrong ends the run before anything is computed with it. Per

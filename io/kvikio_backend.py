@@ -219,10 +219,29 @@ class KvikioFile(ThreadedFile):
                 # One piece per call: task_size is not below the size. The view lives until get() returns.
                 done = start(view, nbytes, offset, nbytes).get()
             except (OSError, RuntimeError) as error:
-                raise self._explain(direction, offset, nbytes, error) from error
+                failure = self._explain(direction, offset, nbytes, error)
+                if failure.errno != errno.EINTR:
+                    raise failure from error
+                # kvikio takes an interrupted call for a failed one, and does not say how far it came.
+                done = self._move_again(direction, view, offset)
         if done != nbytes:
             raise self._explain(direction, offset, nbytes, None)
         self._count(view, offset)
+
+    def _move_again(self, direction: Direction, view: Any, offset: int) -> int:
+        """The whole of an interrupted task: host memory by way of the posix backend, which goes on where a
+        call was interrupted; device memory by kvikio once more.
+        """
+        if isinstance(view, DeviceBytes):
+            with self._handle() as handle:
+                start = handle.pread if direction is Direction.READ else handle.pwrite
+                return int(start(view, view.nbytes, offset, view.nbytes).get())
+        file = self._backend.posix.open(self.path, writable=self.writable)
+        try:
+            move = file.read_into if direction is Direction.READ else file.write_from
+            return move(view, offset).result()
+        finally:
+            file.close()
 
     def _explain(
         self, direction: Direction, offset: int, nbytes: int, error: Exception | None

@@ -50,9 +50,10 @@ def test_posix(tmp_path: Path) -> None:
 @needs_stand_in
 @pytest.mark.slow
 def test_kvikio(tmp_path: Path) -> None:
-    """Short counts alone: kvikio takes an interrupted call for a failed one."""
     least = {file: kvikio for file, (_, kvikio) in FILES.items() if kvikio}
-    calls, _, shortened = run_over_faulty_kernel(
-        tmp_path, stand_in_for_cuda(tmp_path), select="kvikio", least=least
+    environment = stand_in_for_cuda(tmp_path) | {"FAULTY_IO_INTERRUPTS": "1"}
+    calls, interrupted, shortened = run_over_faulty_kernel(
+        tmp_path, environment, select="kvikio", least=least
     )
+    assert interrupted > 10_000
     assert shortened > calls // 2 > 100_000
