@@ -103,9 +103,7 @@ class Way:
     path: TransferPath
 
     def setting(self, access: Access, tuning: Tuning, *, direct: bool = True) -> Setting:
-        return Setting(
-            access=access, tuning=tuning, backend=self.backend, buffer=self.buffer, direct=direct
-        )
+        return Setting(access=access, tuning=tuning, backend=self.backend, buffer=self.buffer, direct=direct)
 
 
 def check_paths(paths: Sequence[str], options: StorageOptions) -> list[int]:
@@ -160,7 +158,7 @@ class MeasuredPath:
     Args:
         path: as the user named it.
         nbytes: of the file, as `check_paths` has it.
-        stack: removes what was made, at its end.
+        stack: removes the files at its end.
         allocate_device: makes device buffers.
 
     Raises:
@@ -175,7 +173,7 @@ class MeasuredPath:
         stack: ExitStack,
         allocate_device: Callable[[int], Buffer],
     ) -> None:
-        self.path, self.options, self._stack = os.path.abspath(path), options, stack
+        self.path, self.options = os.path.abspath(path), options
         self.folder: ScratchFolder | None = None
         self._allocate_device = allocate_device
         self._amounts: dict[tuple[Access, Way], int] = {}
@@ -209,7 +207,7 @@ class MeasuredPath:
             for tuning in self.options.tunings()
         ]
 
-    def best(self, tunings: Mapping[Way, Tuning], home: BackendKind) -> list[Case]:
+    def best(self, tunings: Mapping[Way, Tuning], home: BackendKind, stack: ExitStack) -> list[Case]:
         """Every way at its best tuning, beside the page cache, fio, and what training does with a store.
 
         All of it on the same files, the store's (where there is one): a drive may not be equally fast
@@ -217,15 +215,16 @@ class MeasuredPath:
 
         Args:
             home: the backend that training would take; the store's.
+            stack: closes the store at its end; its files stay.
         """
         target, cases = self.target, []
         kind = (home, "host")
         stored = {way: tuning for way, tuning in tunings.items() if (way.backend, way.buffer) == kind}
         if self.folder is not None:
             for way, tuning in stored.items():
-                store = self._stack.enter_context(
+                store = stack.enter_context(
                     StreamedStore(
-                        [self.drive(way, tuning)],
+                        [self.drive(way, tuning, 1.0, stack)],
                         state_bytes=target.nbytes,
                         page_bytes=int(self.options.page),
                     )
@@ -276,8 +275,8 @@ class MeasuredPath:
         labels = self.target.case(setting, nbytes).labels
         return Case({**labels, "access": "first write"}, "B", run)
 
-    def drive(self, way: Way, tuning: Tuning, weight: float = 1.0) -> Drive:
-        """A new folder here as a store's drive; its backend is closed with the rest."""
+    def drive(self, way: Way, tuning: Tuning, weight: float, stack: ExitStack) -> Drive:
+        """A new folder here as a store's drive; its backend is closed at the end of `stack`."""
         assert self.folder is not None
         backend = open_backend(
             way.backend,
@@ -285,7 +284,7 @@ class MeasuredPath:
             task_bytes=tuning.task_bytes,
             queue_depth=tuning.queue_depth,
         )
-        self._stack.callback(backend.close)
+        stack.callback(backend.close)
         name = f"store-{len(os.listdir(self.folder.path))}"
         return Drive(os.path.join(self.folder.path, name), backend, weight)
 

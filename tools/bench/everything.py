@@ -32,9 +32,7 @@ def main(args: Sequence[str]) -> int:
     if not words and not {"-h", "--help"} & set(args):
         raise ConfigError(f"FILE is missing; usage: {_PROG} FILE DIR... [options]")
     file, directories, rest = next(iter(args[:words]), ""), list(args[1:words]), list(args[words:])
-    options = parse_options(
-        StorageOptions, rest, prog=f"{_PROG} FILE [DIR...]", description=_DESCRIPTION
-    )
+    options = parse_options(StorageOptions, rest, prog=f"{_PROG} FILE [DIR...]", description=_DESCRIPTION)
     options = replace(options, profile=file)
     check_output(options)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for `tierstream train`

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tierstream.io.drive_rates import DriveTarget, Setting
@@ -74,6 +75,14 @@ class Fio:
         return Case(labels, "B", lambda: run_fio(self.program, self.engine, target.paths, options))
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A job of one run: its files, and what it does otherwise than the others."""
+
+    paths: Sequence[str]
+    options: dict[str, Any]
+
+
 def run_fio(program: str, engine: str, paths: Sequence[str], options: dict[str, Any]) -> Sample:
     """One run of fio. A Ctrl-C ends it with us.
 
@@ -83,24 +92,38 @@ def run_fio(program: str, engine: str, paths: Sequence[str], options: dict[str, 
     Raises:
         StorageError: fio failed; with what it said.
     """
-    fixed = {
-        "name": "global",
-        "ioengine": engine,
-        "rwmixread": 50,
-        "allow_file_create": 0,
-        "fallocate": "none",
-        "group_reporting": 1,
-        "thread": 1,  # a job of its own process would outlive fio when that is killed
-    }
-    jobs = _synchronous_jobs(paths, options) if engine == "psync" else [{"filename": _joined(paths)}]
-    sections = [fixed | options, *({"name": f"job-{number}", **job} for number, job in enumerate(jobs))]
+    jobs = _synchronous_jobs(paths, options) if engine == "psync" else [_Job(paths, {})]
+    # Files by short links with numbers: fio takes 4096 bytes of names at most, and ":" for the end of one.
+    with TemporaryDirectory(prefix="tierstream-fio-") as links:
+        sections: list[dict[str, Any]] = [
+            {
+                "name": "global",
+                "ioengine": engine,
+                "directory": links.replace(":", r"\:"),
+                "rwmixread": 50,
+                "allow_file_create": 0,
+                "fallocate": "none",
+                "group_reporting": 1,
+                "thread": 1,  # a job of its own process would outlive fio when that is killed
+                **options,
+            }
+        ]
+        for number, job in enumerate(jobs):
+            for index, path in enumerate(job.paths):
+                os.symlink(os.path.abspath(path), os.path.join(links, f"{number}.{index}"))
+            files = {"nrfiles": len(job.paths), "filename_format": f"{number}.$filenum"}
+            sections.append({"name": f"job-{number}", **files, **job.options})
+        return _run(program, sections, paths[0])
+
+
+def _run(program: str, sections: Sequence[dict[str, Any]], path: str) -> Sample:
     command = [program, "--output-format=json"]
     command += [f"--{key}={value}" for section in sections for key, value in section.items()]
     # Buffers in huge pages, as training has them: direct I/O is faster from those, whoever does it.
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     before = _fetched_bytes()
     done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment
+        command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, env=environment
     )
     try:
         # Some versions print a note before the JSON.
@@ -111,31 +134,36 @@ def run_fio(program: str, engine: str, paths: Sequence[str], options: dict[str, 
     if failed:
         said = " ".join((done.stderr.strip() or done.stdout.strip())[-500:].split())
         detail = f"fio ended with status {done.returncode} and said: {said or 'nothing'}"
-        raise StorageError("measuring with fio", paths[0], detail=detail)
+        raise StorageError("measuring with fio", path, detail=detail)
     return sample
 
 
-def _synchronous_jobs(paths: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
+def fio_program() -> str:
+    """Its path.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    program = shutil.which("fio")
+    if program is None:
+        raise ConfigError(
+            "--compare fio needs fio, which is not installed: apt-get install fio, or leave the option out"
+        )
+    return program
+
+
+def _synchronous_jobs(paths: Sequence[str], options: dict[str, Any]) -> list[_Job]:
     """A job for each request under way, of which the engine has one per job: parts of the file, or files."""
     block, size, several = options["bs"], options["size"], len(paths) > 1
     count = min(options["iodepth"], len(paths) if several else size // block)
     part = size // count // block * block
     io_size = max(block, options["io_size"] // count)
     if not several:
-        return [
-            {"filename": _joined(paths), "offset": index * part, "size": part, "io_size": io_size}
-            for index in range(count)
-        ]
+        places = ({"offset": index * part, "size": part} for index in range(count))
+        return [_Job(paths, {**place, "io_size": io_size}) for place in places]
     shares = [paths[index::count] for index in range(count)]
-    return [
-        {"filename": _joined(share), "size": size // len(paths) * len(share), "io_size": io_size}
-        for share in shares
-    ]
-
-
-def _joined(paths: Sequence[str]) -> str:
-    # fio takes ":" for the end of a file name
-    return ":".join(path.replace(":", r"\:") for path in paths)
+    per_file = size // len(paths)
+    return [_Job(share, {"size": per_file * len(share), "io_size": io_size}) for share in shares]
 
 
 def _sample(job: dict[str, Any], fetched_bytes: int) -> Sample:
@@ -154,20 +182,6 @@ def _sample(job: dict[str, Any], fetched_bytes: int) -> Sample:
 def _fetched_bytes() -> int:
     """What all programs that this process has run to their end had fetched from storage (getrusage(2))."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock * _RUSAGE_BLOCK_BYTES
-
-
-def fio_program() -> str:
-    """Its path.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    program = shutil.which("fio")
-    if program is None:
-        raise ConfigError(
-            "--compare fio needs fio, which is not installed: apt-get install fio, or leave the option out"
-        )
-    return program
 
 
 @lru_cache(maxsize=1)

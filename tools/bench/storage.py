@@ -90,11 +90,12 @@ def measure_storage(
                 notes.append(f"best there: {_shown(tunings[path, way])}")
                 measurements += found
             mine = {way: tuning for (owner, way), tuning in tunings.items() if owner is path}
-            best = run_cases(_labelled(path.best(mine, home), _BEST, name), options.rounds)
+            with ExitStack() as passes:
+                best = run_cases(_labelled(path.best(mine, home, passes), _BEST, name), options.rounds)
             measurements += best
             notes += _ratios(best)
             profile = _add_drive(profile, path, mine, best)
-        together = _together(measured, home, tunings, measurements, options, stack)
+        together = _together(measured, home, tunings, measurements, options)
         measurements += together
         notes += _ratios(together)
     notes += _shared_drives(measured)
@@ -166,7 +167,6 @@ def _together(
     tunings: dict[tuple[MeasuredPath, Way], Tuning],
     measurements: Sequence[Measurement],
     options: StorageOptions,
-    stack: ExitStack,
 ) -> list[Measurement]:
     """The passes of training over all directories as one store, each with the share that its mixed rate
     gives it.
@@ -178,21 +178,21 @@ def _together(
         return []
     rates = [_rate(measurements, "mixed", way, path.path) for path, way in mine]
     weights = [rate or 1.0 for rate in rates] if all(rates) else [1.0] * len(mine)
-    drives = [
-        path.drive(way, tunings[path, way], weight) for (path, way), weight in zip(mine, weights, strict=True)
-    ]
     state_bytes = sum(path.target.nbytes for path, _ in mine)
-    store = stack.enter_context(
-        StreamedStore(drives, state_bytes=state_bytes, page_bytes=int(options.page))
-    )
     labels: Labels = {"backend": f"store, {home}", "path": mine[0][1].path.name, "buffer": "host"}
-    cases = [store.case("stream", labels), store.case("update", labels)]
-    return run_cases(_labelled(cases, _BEST, "all of them"), options.rounds)
+    with ExitStack() as passes:
+        drives = [
+            path.drive(way, tunings[path, way], weight, passes)
+            for (path, way), weight in zip(mine, weights, strict=True)
+        ]
+        store = passes.enter_context(
+            StreamedStore(drives, state_bytes=state_bytes, page_bytes=int(options.page))
+        )
+        cases = [store.case("stream", labels), store.case("update", labels)]
+        return run_cases(_labelled(cases, _BEST, "all of them"), options.rounds)
 
 
-def _rate(
-    measurements: Sequence[Measurement], access: str, way: Way, path: str = ""
-) -> float | None:
+def _rate(measurements: Sequence[Measurement], access: str, way: Way, path: str = "") -> float | None:
     """Median of an access at the way's best tuning."""
     wanted = {PART: _BEST, "access": access, "backend": way.backend, "buffer": way.buffer}
     wanted |= {"path": way.path.name}
