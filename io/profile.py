@@ -86,9 +86,9 @@ class MachineProfile:
         """
         name = os.fspath(path)
         with storage_errors("reading machine profile", name):
-            text = Path(name).read_text(encoding="utf-8")
+            content = Path(name).read_bytes()
         try:
-            plain = json.loads(text)
+            plain = json.loads(content)
             if plain["format"] != FORMAT:
                 raise ValueError(f"its format is {plain['format']}, this version reads {FORMAT}")
             drives = tuple(

@@ -61,10 +61,10 @@ def test_what_is_wrong_in_a_profile_is_named(tmp_path: Path, change: Any, messag
     assert "tierstream bench --profile" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"drives": 3}'])
-def test_files_that_are_no_profile_are_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"null", b'{"drives": 3}', b"\xff\xfe\x00", b"\xc3("])
+def test_files_that_are_no_profile_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "machine.json"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not a machine profile"):
         MachineProfile.load(path)
 

@@ -113,8 +113,11 @@ def check_paths(paths: Sequence[str], options: StorageOptions) -> list[int]:
     Raises:
         StorageError: a directory is missing, cannot be written or has too little space; a file would measure
             nothing.
-        ConfigError: a size that does not fit the others; a file that is asked for more than reads.
+        ConfigError: a size that does not fit the others; a file that is asked for more than reads; a path
+            named twice.
     """
+    if len(set(map(os.path.realpath, paths))) < len(paths):
+        raise ConfigError(f"paths {' '.join(paths)}: name each of them once")
     folders = [path for path in paths if not os.path.isfile(path)]
     infos = check_directories((path, 0) for path in folders)
     sharers = Counter(info.device for info in infos)

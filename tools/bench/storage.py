@@ -46,8 +46,6 @@ def main(args: Sequence[str]) -> int:
 
     paths, rest = take_paths(args, "PATH", _PROG)
     options = parse_options(StorageOptions, rest, prog=f"{_PROG} PATH...", description=_DESCRIPTION)
-    if len(set(map(os.path.realpath, paths))) < len(paths):
-        raise ConfigError(f"paths {' '.join(paths)}: name each of them once")
     check_output(options)
     result, profile = measure_storage(paths, options, shlex.split(_PROG) + list(args))
     if options.profile is not None:

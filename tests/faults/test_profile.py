@@ -1,0 +1,217 @@
+"""Runs with a machine profile: its tuning and rates are taken, nothing is measured; a bad one is told before
+the corpus is read. And what the plan says of the bytes that a run will write.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.command import Command, nothing_is_half_made, nothing_is_locked, use_drive
+from support.faults import FaultySyscalls
+from support.runs import make_run, records, train
+
+from tierstream.engine import adam_rates, compute_rates, machine, trainer
+from tierstream.engine.bound import Rates
+from tierstream.engine.config import RunConfig
+from tierstream.engine.metrics import Observer, PlanReport, StepMetrics
+from tierstream.engine.trainer import Trainer
+from tierstream.io import probes, seam
+from tierstream.io.drive_rates import Tuning
+from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
+
+TUNING = Tuning(threads=3, task_bytes=1 << 20, queue_depth=5)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return Command(capsys, tmp_path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    made = make_run(tmp_path, steps=2)
+    made.checkpoint.at_end = False
+    made.tiers.backend = "posix"
+    use_drive(made, tmp_path / "drive")
+    return made
+
+
+def profile_of(drive: Path) -> MachineProfile:
+    """Of this machine, as if measured."""
+    device, filesystem = drive_identity(drive)
+    return MachineProfile(
+        cpu=probes.cpu_model(),
+        measured="2026-01-02T03:04:05+00:00",
+        drives=(
+            DriveProfile(
+                directory=str(drive), device=device, filesystem=filesystem, backend="posix", tuning=TUNING,
+                read=1.25e9, write=0.75e9, mixed=1.5e9,
+            ),
+        ),
+        update={str(torch.get_num_threads()): 2.5e8},
+        compute={"cpu bfloat16": 4e10, "cpu float32": 8e10},
+    )  # fmt: skip
+
+
+def use_profile(config: RunConfig, folder: Path) -> Path:
+    file = folder / "machine.json"
+    profile_of(folder / "drive").save(file)
+    config.tiers.profile = str(file)
+    return file
+
+
+class Measured:
+    """Counts what is measured of the processor, and the scratch folders that are made on drives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.processor: list[str] = []
+        self.calls = FaultySyscalls()
+        for module, name in ((adam_rates, "update_rate"), (compute_rates, "matmul_rate")):
+            monkeypatch.setattr(module, name, lambda *_, name=name: self.processor.append(name) or 1e9)
+
+    @property
+    def folders(self) -> list[str]:
+        return [call.path for call in self.calls.calls if call.name == "mkdir" and "-scratch-" in call.path]
+
+
+def test_a_run_with_a_profile_uses_it_and_measures_nothing(
+    command: Command, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_profile(config, tmp_path)
+    measured = Measured(monkeypatch)
+    with seam.injected(measured.calls):
+        status, out, err = command.train(config)
+    assert (status, err) == (0, "")
+    assert (measured.folders, measured.processor) == ([], [])
+    (line,) = re.findall(rf"^{re.escape(str(tmp_path / 'drive'))}: .* blocks of .*$", out, re.MULTILINE)
+    assert ", 3 threads, blocks of 1.00 MiB; " in line
+    assert line.endswith("1.25 GB/s read; 0.75 GB/s written; 1.50 GB/s both at once")
+    assert [record["step"] for record in records(config)] == [1, 2]
+
+
+def test_a_run_without_a_profile_measures(
+    command: Command, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above watches for is there to be seen."""
+    measured = Measured(monkeypatch)
+    with seam.injected(measured.calls):
+        assert command.train(config)[::2] == (0, "")
+    assert [Path(path).parent for path in measured.folders] == [tmp_path / "drive"]
+    assert sorted(measured.processor) == ["matmul_rate", "update_rate"]
+
+
+def test_the_backend_really_works_as_the_profile_says(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = use_profile(config, tmp_path), []
+    open_backend = trainer.assemble.open_backend
+
+    def opening(name: str, **options: int):  # type: ignore[no-untyped-def]
+        seen.append(options)
+        return open_backend(name, **options)
+
+    monkeypatch.setattr(trainer.assemble, "open_backend", opening)
+    Measured(monkeypatch)
+    train(config)
+    assert seen[-1] == {"threads": 3, "task_bytes": 1 << 20, "queue_depth": 5}
+    config.tiers.io_threads, config.run_dir = 2, str(tmp_path / "again")
+    train(config)
+    assert seen[-1] == {"threads": 2, "task_bytes": 1 << 20, "queue_depth": 5}
+    assert MachineProfile.load(file) == profile_of(tmp_path / "drive")
+
+
+def test_a_profile_of_another_machine_is_not_believed(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its processor nor a drive with another number."""
+    file = use_profile(config, tmp_path)
+    known = MachineProfile.load(file)
+    other = replace(known.drives[0], device="999:999")
+    replace(known, cpu="Abacus 3000", drives=(other,)).save(file)
+    measured = Measured(monkeypatch)
+    with seam.injected(measured.calls):
+        train(config)
+    assert len(measured.folders) == 1
+    assert sorted(measured.processor) == ["matmul_rate", "update_rate"]
+
+
+@pytest.mark.parametrize("trouble", ["missing", "damaged", "no profile", "a directory"])
+def test_a_bad_profile_is_told_before_the_corpus_is_read(
+    command: Command, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    file = use_profile(config, tmp_path)
+    said = [str(file)]
+    if trouble == "missing":
+        file.unlink()
+        said += ["No such file or directory"]
+    elif trouble == "damaged":
+        file.write_bytes(file.read_bytes()[:-20])
+        said += ["is not a machine profile", "write it anew with `tierstream bench --profile"]
+    elif trouble == "no profile":
+        file.write_bytes(b"\xff\xfe\x00")
+        said += ["is not a machine profile"]
+    else:
+        file.unlink()
+        file.mkdir()
+        said += ["Is a directory"]
+    measured = Measured(monkeypatch)
+    with seam.injected(measured.calls):
+        command.refused_train(config, said)
+    assert (measured.folders, measured.processor) == ([], [])
+    nothing_is_half_made(config)
+    nothing_is_locked(config)
+    assert not (Path(config.run_dir) / "data" / "tokens").exists()
+    assert list((tmp_path / "drive").iterdir()) == []
+
+
+class Written(Observer):
+    """The plan, and what the steps really wrote to the drives."""
+
+    def __init__(self) -> None:
+        self.nbytes: list[int] = []
+
+    def on_plan(self, plan: PlanReport) -> None:
+        self.plan = plan
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.nbytes.append(metrics.bytes_written["nvme"])
+
+
+@pytest.mark.parametrize("frames", [24, 40])
+def test_the_plan_tells_what_the_drives_will_be_written(
+    command: Command, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: int
+) -> None:
+    """C31: within 10 % in the steady state, and terabytes on the screen."""
+    rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
+    monkeypatch.setattr(trainer, "machine_rates", lambda *_: rates)
+    monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
+    config.train.steps = 10
+    config.tiers.dram = type(config.tiers.dram)(frames * 4096)  # type: ignore[misc]
+    observer = Written()
+    Trainer(config, observer).run()
+    planned = observer.plan.written_bytes_per_step
+    assert planned > 0
+    # The first two steps fill the cache, and the last leaves an update to be done.
+    steady = observer.nbytes[2:-1]
+    assert sum(steady) == pytest.approx(planned * len(steady), rel=0.1), (planned, observer.nbytes)
+    config.run_dir = str(tmp_path / "again")
+    out = command.train(config)[1]
+    told = re.search(
+        r"^drives are written (\S+) GB per step, (\S+) TB by step 10, up to \S+ TB a day$", out, re.M
+    )
+    assert told is not None, out
+    assert float(told[1]) == pytest.approx(planned / 1e9, rel=0.01)
+    assert float(told[2]) == pytest.approx(10 * planned / 1e12, rel=0.01)
+
+
+def test_the_plan_of_a_run_in_dram_wears_no_drive(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Measured(monkeypatch)
+    config = make_run(tmp_path, steps=1)
+    config.checkpoint.at_end = False
+    assert "GB per step" not in command.train(config)[1]
