@@ -4,8 +4,9 @@ requests always under way.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -67,7 +68,7 @@ def run_requests(
     before_write: Callable[[Buffer], None] | None = None,
 ) -> None:
     """Carries the requests out in order, `len(buffers)` of them under way at any time; returns when all have
-    ended.
+    ended. After a Ctrl-C no more are begun.
 
     Args:
         buffers: one per request under way, at least as large as the largest request. Those of host memory are
@@ -77,6 +78,22 @@ def run_requests(
     Raises:
         StorageError: the first request that failed; none is under way any more.
     """
+    stopped = threading.Event()
+    # Signals interrupt the main thread alone: here no request is half begun, which a backend would wait for.
+    with ThreadPoolExecutor(1, thread_name_prefix="tierstream-requests") as thread:
+        try:
+            thread.submit(_run_requests, files, requests, buffers, before_write, stopped).result()
+        finally:
+            stopped.set()
+
+
+def _run_requests(
+    files: Sequence[File],
+    requests: Iterable[Request],
+    buffers: Sequence[Buffer],
+    before_write: Callable[[Buffer], None] | None,
+    stopped: threading.Event,
+) -> None:
     free: SimpleQueue[int] = SimpleQueue()
     for index in range(len(buffers)):
         free.put(index)
@@ -92,7 +109,7 @@ def run_requests(
     try:
         for request in requests:
             index = free.get()
-            if failures:
+            if failures or stopped.is_set():
                 break
             buffer = buffers[index]
             if request.direction is Direction.WRITE and before_write is not None:
@@ -102,7 +119,6 @@ def run_requests(
             under_way[index] = move(buffer, request.offset)
             under_way[index].add_done_callback(partial(ended, index))
     finally:
-        # Not by `free`: a Ctrl-C between two lines above would leave it one short for ever.
         wait(under_way.values())
     # `wait` may return before the last callbacks have run.
     failures += filter(None, (future.exception() for future in under_way.values()))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -150,29 +150,17 @@ def test_where_direct_io_is_refused_the_page_cache_is_neither_read_nor_left_unwr
     assert "fsync" in watched.names()[last_write + 1 :]
 
 
-def test_an_interrupt_at_any_line_is_raised_and_waits_for_what_is_under_way() -> None:
-    """Ctrl-C: never a wait without end, and no buffer in use afterwards."""
+def test_an_interrupt_at_any_line_is_raised_and_leaves_a_backend_that_closes(tmp_path: Path) -> None:
+    """Ctrl-C: never a wait without end. Lines are those of our modules that the main thread runs."""
+    ours = str(Path(seam.__file__).parent)
 
-    class Slow:
-        def __init__(self, pool: ThreadPoolExecutor) -> None:
-            self.pool, self.now = pool, 0
-
-        def read_into(self, buffer: np.ndarray, offset: int) -> Future[int]:
-            return self.pool.submit(self._move)
-
-        def _move(self) -> int:
-            self.now += 1
-            time.sleep(0.0005)
-            self.now -= 1
-            return 0
-
-    def run(stop_at: int) -> int:
-        """Lines of `run_requests` that were begun."""
+    def run(path: str, stop_at: int) -> int:
+        """Lines that were begun."""
         begun = 0
 
         def trace(frame: FrameType, event: str, argument: object) -> Any:
             nonlocal begun
-            if frame.f_code is not run_requests.__code__:
+            if not frame.f_code.co_filename.startswith(ours):
                 return None
             if event == "line":
                 begun += 1
@@ -180,22 +168,32 @@ def test_an_interrupt_at_any_line_is_raised_and_waits_for_what_is_under_way() ->
                     raise KeyboardInterrupt
             return trace
 
-        with ThreadPoolExecutor(1) as pool:
-            file, before = Slow(pool), sys.gettrace()
-            sys.settrace(trace)
-            try:
-                run_requests([file], blocks("read", 1, MIB, 4096, 6), [np.zeros(4096, np.uint8)] * 2)
-            finally:
-                sys.settrace(before)
-                assert file.now + pool._work_queue.qsize() == 0
+        backend = PosixBackend(threads=2, task_bytes=8192, queue_depth=2)
+        file, before = backend.open(path, writable=False), sys.gettrace()
+        requests = list(blocks("read", 1, MIB, 65536, 6))
+        buffers = [np.zeros(65536, np.uint8) for _ in range(3)]
+        sys.settrace(trace)
+        try:
+            run_requests([file], requests, buffers)
+        finally:
+            sys.settrace(before)
+            file.close()
+            backend.close()
         return begun
 
-    lines = run(stop_at=0)
-    assert lines > 40
-    # The last three lines are those that wait.
-    for stop_at in range(1, lines - 2):
-        with pytest.raises(KeyboardInterrupt):
-            run(stop_at)
+    with ScratchFolder(tmp_path) as folder:
+        path, threads = folder.new_file("file", MIB), set(threading.enumerate())
+        lines = run(path, stop_at=0)
+        assert lines >= 4
+        for stop_at in range(1, lines + 1):
+            with pytest.raises(KeyboardInterrupt):
+                run(path, stop_at)
+        # One that was interrupted while it let go of its thread leaves that to the garbage collector.
+        give_up = time.monotonic() + 5
+        while set(threading.enumerate()) != threads and time.monotonic() < give_up:
+            gc.collect()
+            time.sleep(0.01)
+        assert set(threading.enumerate()) == threads
 
 
 def test_runs_go_on_where_the_last_one_stopped(tmp_path: Path) -> None:
