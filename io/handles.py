@@ -6,7 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 from tierstream.io.limits import open_files
 
@@ -19,7 +20,7 @@ _HANDLES_MIN = 8
 
 
 def handle_limit(descriptors_per_handle: int = 1) -> int:
-    """Handles that one cache may keep open: a quarter of what `ulimit -n` grants, within [8, 256]."""
+    """Handles that all caches together may keep open: a quarter of what `ulimit -n` grants, in [8, 256]."""
     soft = open_files().soft
     if soft is None:
         return _HANDLES_MAX
@@ -34,14 +35,19 @@ class _Slot(Generic[_Handle]):
         self.borrowers = 1
 
 
-class HandleCache(Generic[_Key, _Handle]):
-    """Opens handles on demand and closes the least recently used beyond `limit`.
+#: Caches that are not closed: one per backend that is open, or two.
+_CACHES: WeakSet[HandleCache[Any, Any]] = WeakSet()
 
-    A borrowed handle is never closed, so up to one handle per borrowing thread can be open beyond `limit`.
+
+class HandleCache(Generic[_Key, _Handle]):
+    """Opens handles on demand and closes the least recently used beyond its share of `limit`.
+
+    A borrowed handle is never closed, so up to one handle per borrowing thread can be open beyond that.
     Thread-safe; no lock is held while a handle is opened or closed.
 
     Args:
-        limit: handles kept open while nobody uses them.
+        limit: handles kept open while nobody uses them, by all caches of the process together; each keeps at
+            least a few.
         close: closes a handle; an `OSError` of it is for the callback to deal with.
     """
 
@@ -50,6 +56,7 @@ class HandleCache(Generic[_Key, _Handle]):
         self._close_handle = close
         self._slots: OrderedDict[_Key, _Slot[_Handle]] = OrderedDict()
         self._lock = threading.Lock()
+        _CACHES.add(self)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -81,6 +88,7 @@ class HandleCache(Generic[_Key, _Handle]):
         with self._lock:
             slots = list(self._slots.items())
             self._slots.clear()
+        _CACHES.discard(self)
         self._close_all([(key, slot.handle) for key, slot in slots])
 
     def _take(self, key: _Key) -> _Slot[_Handle] | None:
@@ -102,7 +110,7 @@ class HandleCache(Generic[_Key, _Handle]):
         return slot
 
     def _surplus(self) -> list[tuple[_Key, _Handle]]:
-        surplus = len(self._slots) - self._limit
+        surplus = len(self._slots) - max(_HANDLES_MIN, self._limit // max(1, len(_CACHES)))
         if surplus <= 0:
             return []
         idle = [key for key, slot in self._slots.items() if not slot.borrowers][:surplus]

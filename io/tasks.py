@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -27,20 +27,23 @@ class _Request:
     buffer. The first error wins, and tasks that have not begun by then are skipped.
     """
 
-    def __init__(self, nbytes: int, tasks: Sequence[Callable[[], None]], on_end: Callable[[], None]) -> None:
+    def __init__(self, nbytes: int, tasks: Iterable[Callable[[], None]], on_end: Callable[[], None]) -> None:
         self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()  # a running future refuses cancel(): the buffer is in use
-        self.tasks = tasks
+        self.tasks = deque(tasks)
         self._nbytes = nbytes
-        self._unfinished = len(tasks)
+        self._unfinished = len(self.tasks)
         self._on_end = on_end
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def run(self, task: Callable[[], None]) -> bool:
-        """Whether this was the last one."""
-        error: BaseException | None = None
-        if self._error is None:
+    def run_next(self, error: BaseException | None = None) -> bool:
+        """Does the next task, or takes it for failed if there was an `error`; whether it was the last."""
+        try:
+            task = self.tasks.popleft()
+        except IndexError:
+            return False
+        if self._error is None and error is None:
             try:
                 task()
             except BaseException as raised:
@@ -121,11 +124,16 @@ class TaskPool:
         self.watchdog.close()
 
     def _begin(self, request: _Request) -> None:
-        for task in request.tasks:
-            self._executor.submit(self._run, request, task)
+        try:
+            for _ in range(len(request.tasks)):
+                self._executor.submit(self._run, request)
+        except BaseException as error:  # an interrupt: what nobody has begun must still come to an end
+            while request.tasks:
+                self._run(request, error)
+            raise
 
-    def _run(self, request: _Request, task: Callable[[], None]) -> None:
-        if not request.run(task):
+    def _run(self, request: _Request, error: BaseException | None = None) -> None:
+        if not request.run_next(error):
             return
         # The next request begins before this one is reported: the drive does not wait for who reads that.
         with self._idle:

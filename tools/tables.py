@@ -118,7 +118,7 @@ def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
         console.print(table("Waiting", ("who, for what", "s", "of the time"), stalls))
     for directory, drive in summary.drives.items():
         console.print(_traffic_line(directory, drive), soft_wrap=True)
-    if summary.tiers.get("nvme"):
+    if summary.drives:
         per_day = summary.tiers["nvme"].bytes_written / step_s * 86400
         console.print(f"drives are written {per_day / 1e12:.3g} TB a day at this pace")
     skipped = f", {summary.skipped_steps} skipped" if summary.skipped_steps else ""

@@ -115,3 +115,25 @@ def test_a_request_from_within_a_callback_has_its_turn() -> None:
 def test_numbers_below_one_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(InvariantError, match="must be positive"):
         TaskPool("test", **({"threads": 1, "task_bytes": 1, "queue_depth": 1} | bad))
+
+
+@pytest.mark.parametrize("begun", [0, 1, 3])
+def test_an_interrupt_while_a_request_is_begun_ends_it(monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
+    """Ctrl-C comes at any moment; a backend that is closed after it must not wait for tasks nobody began."""
+    pool = TaskPool("test", 2, 1)
+    done: list[int] = []
+    submit, calls = pool._executor.submit, []
+
+    def interrupted(*args: object) -> object:
+        if len(calls) == begun:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return submit(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pool._executor, "submit", interrupted)
+    ended = threading.Event()
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(lambda start, stop: done.append(start), 0, 4, align_bytes=1, on_end=ended.set)
+    pool.close()
+    assert ended.is_set()
+    assert len(done) <= begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Sequence
@@ -61,6 +62,8 @@ def measure_storage(
     from tierstream.tools.bench.drives import MeasuredPath, check_paths
     from tierstream.tools.bench.machine import describe_machine
 
+    # Each result names the way its bytes took; a warning per backend that is opened would bury them.
+    logging.getLogger("tierstream.io.posix").setLevel(logging.ERROR)
     profile = start_profile(options)
     kinds = _kinds(options)
     home = _home(kinds)
