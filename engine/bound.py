@@ -11,7 +11,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierstream.tiered.layout import Page
+from tierstream.engine.plan import Plan
+from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.store import Intent
 
 
@@ -103,3 +104,23 @@ def step_bound(
         alone_write = max(0.0, written_bytes - together * rates.nvme_write_mixed) / rates.nvme_write
         seconds["nvme"] = together + alone_read + alone_write
     return Bound(seconds=seconds, nvme_read_bytes=read_bytes, nvme_written_bytes=written_bytes)
+
+
+def plan_bound(
+    rates: Rates, plan: Plan, layout: Layout, schedule: Sequence[tuple[Page, Intent]], *, on_drives: bool
+) -> Bound:
+    """The bound of a run's step.
+
+    Args:
+        schedule: page uses of a step in steady state (`Runtime.steady_schedule`).
+        on_drives: the state lies on drives; else DRAM holds all of it.
+    """
+    reads, writes = drive_traffic(schedule, plan.dram_bytes // plan.page_bytes) if on_drives else (0, 0)
+    return step_bound(
+        rates,
+        flop=plan.flop_per_step,
+        upload_bytes=sum(spec.nbytes for spec in layout.planes.values() if spec.plane == "weight"),
+        parameters=plan.parameters,
+        read_bytes=reads * plan.page_bytes,
+        written_bytes=writes * plan.page_bytes,
+    )

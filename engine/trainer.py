@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tierstream.engine import assemble, checkpoint
-from tierstream.engine.bound import drive_traffic, step_bound
+from tierstream.engine.bound import plan_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, open_rows
@@ -290,8 +290,6 @@ def _report(
     step: int,
 ) -> PlanReport:
     """What is known before step 0, with the bound of a step from rates measured here."""
-    frames = plan.dram_bytes // plan.page_bytes
-    reads, writes = drive_traffic(runtime.steady_schedule, frames) if tier is not None else (0, 0)
     rates = machine_rates(
         profile,
         tier.known if tier else [],
@@ -299,14 +297,7 @@ def _report(
         TORCH_DTYPES[units.embed.dtype],
         assemble.update_threads(config),
     )
-    bound = step_bound(
-        rates,
-        flop=plan.flop_per_step,
-        upload_bytes=sum(p.nbytes for p in layout.planes.values() if p.plane == "weight"),
-        parameters=plan.parameters,
-        read_bytes=reads * plan.page_bytes,
-        written_bytes=writes * plan.page_bytes,
-    )
+    bound = plan_bound(rates, plan, layout, runtime.steady_schedule, on_drives=tier is not None)
     tiers = [
         TierPlan(
             tier="gpu",
@@ -316,7 +307,7 @@ def _report(
         ),
         TierPlan(
             tier="dram",
-            holds=f"{frames} pages of {plan.page_bytes} bytes",
+            holds=f"{plan.dram_bytes // plan.page_bytes} pages of {plan.page_bytes} bytes",
             used_bytes=plan.dram_bytes,
             limit_bytes=config.tiers.dram,
         ),
@@ -333,7 +324,7 @@ def _report(
         tiers=tuple(tiers),
         bound_s=bound.seconds,
         drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
-        written_bytes_per_step=writes * plan.page_bytes,
+        written_bytes_per_step=bound.nvme_written_bytes,
     )
 
 
