@@ -8,7 +8,7 @@ from tempfile import SpooledTemporaryFile
 from typing import TYPE_CHECKING
 
 from tierstream.io.measure import Measurement
-from tierstream.tools.bench.result import label_name, label_value, rate_unit
+from tierstream.tools.bench.result import label_name, label_value, rate_scale, rate_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,8 @@ class PlotSpec:
         facet: the label that tells the panels apart, side by side; None: one panel.
         log_x: powers of two at equal distances.
         only: a label and the value that measurements must have to be shown.
+        y: a label in bytes that is drawn instead of the rate.
+        times: a label that rates are multiplied by.
     """
 
     name: str
@@ -39,6 +41,8 @@ class PlotSpec:
     facet: str | None = None
     log_x: bool = False
     only: tuple[str, str | int] | None = None
+    y: str | None = None
+    times: str | None = None
 
 
 def render(spec: PlotSpec, measurements: Sequence[Measurement]) -> bytes:
@@ -57,7 +61,7 @@ def draw(spec: PlotSpec, measurements: Sequence[Measurement]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    needed = {spec.x, *spec.series, *([spec.facet] if spec.facet else [])}
+    needed = {spec.x, *spec.series, *(key for key in (spec.facet, spec.y, spec.times) if key)}
     shown = [m for m in measurements if needed <= m.labels.keys() and _is_meant(spec, m)]
     panels = list(_grouped(shown, (spec.facet,) if spec.facet else ()))
     figure = Figure(figsize=(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1]), layout="constrained")
@@ -79,13 +83,14 @@ def _draw_panel(axes: Axes, spec: PlotSpec, measurements: Sequence[Measurement])
     places = _places(spec, measurements)
     for number, (name, members) in enumerate(_grouped(measurements, spec.series)):
         members = sorted(members, key=lambda m: places[m.labels[spec.x]])
-        medians = [m.median / 1e9 for m in members]
-        below = [(m.median - min(m.rates)) / 1e9 for m in members]
-        above = [(max(m.rates) - m.median) / 1e9 for m in members]
+        heights = [_height(spec, m) for m in members]
         axes.errorbar(
             [places[m.labels[spec.x]] for m in members],
-            medians,
-            yerr=[below, above],
+            [median for _, median, _ in heights],
+            yerr=[
+                [median - low for low, median, _ in heights],
+                [high - median for _, median, high in heights],
+            ],
             label=name,
             marker=_MARKERS[number % len(_MARKERS)],
             markersize=4,
@@ -99,11 +104,28 @@ def _draw_panel(axes: Axes, spec: PlotSpec, measurements: Sequence[Measurement])
     axes.set_xticks(list(places.values()), texts, rotation=45 if len("".join(texts)) > 40 else 0)
     axes.minorticks_off()
     axes.set_xlabel(label_name(spec.x))
-    axes.set_ylabel(rate_unit(measurements[0].unit))
+    axes.set_ylabel(_height_name(spec, measurements[0].unit))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     if spec.series:
         axes.legend(fontsize="small", title=", ".join(map(label_name, spec.series)))
+
+
+def _height(spec: PlotSpec, measurement: Measurement) -> tuple[float, float, float]:
+    """What is drawn of a measurement: lowest, median, highest."""
+    if spec.y is not None:
+        value = int(measurement.labels[spec.y]) / 1e9
+        return value, value, value
+    factor = int(measurement.labels[spec.times]) if spec.times else 1
+    rates = (min(measurement.rates), measurement.median, max(measurement.rates))
+    low, median, high = (factor * rate / rate_scale(measurement.unit) for rate in rates)
+    return low, median, high
+
+
+def _height_name(spec: PlotSpec, unit: str) -> str:
+    if spec.y is not None:
+        return f"{label_name(spec.y)}, GB"
+    return f"{rate_unit(unit)} x {label_name(spec.times)}" if spec.times else rate_unit(unit)
 
 
 def _places(spec: PlotSpec, measurements: Sequence[Measurement]) -> dict[str | int, float]:

@@ -12,6 +12,8 @@ from tierstream.io.measure import Measurement
 from tierstream.io.sizes import format_bytes
 
 _UNITS = {"parameters": "param"}
+#: Units of which rates are shown by the thousand; all others by 10^9.
+_BY_THE_THOUSAND = frozenset({"tokens"})
 _BYTES = "_bytes"
 #: A label with this name says how many bytes a parameter's update moves; a second rate comes of it.
 BYTES_PER_PARAMETER = "bytes_per_parameter"
@@ -21,6 +23,31 @@ PART = "part"
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Details:
+    """Figures of the cases that are no rates, as a table.
+
+    Attributes:
+        name: key in the JSON.
+        title: the table's, for people.
+        headings: key of a row -> heading of its column, in order.
+        rows: keys with `_bytes` are sizes; None is shown as a dash. A column without any value is not shown.
+        text_columns: the first ones, which are texts.
+    """
+
+    name: str
+    title: str
+    headings: dict[str, str]
+    rows: list[dict[str, str | int | float | None]]
+    text_columns: int = 1
+
+    def grid(self) -> Grid:
+        keys = [key for key in self.headings if any(row[key] is not None for row in self.rows)]
+        texts = self.text_columns - sum(key not in keys for key in list(self.headings)[: self.text_columns])
+        rows = [[_detail(key, row[key]) for key in keys] for row in self.rows]
+        return Grid([self.headings[key] for key in keys], rows, texts, self.title)
 
 
 @dataclass(frozen=True)
@@ -34,6 +61,7 @@ class Result:
         machine: name of a part -> what it is.
         notes: what a reader must know of all of it.
         date: ISO 8601, UTC, of the end.
+        details: tables of further figures.
     """
 
     kind: str
@@ -43,12 +71,14 @@ class Result:
     measurements: list[Measurement]
     notes: list[str]
     date: str = field(default_factory=_now)
+    details: list[Details] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Keys, which do not change: kind, title, tierstream (version), date, command, machine, notes,
-        measurements (of each: its labels, unit, median, lowest, highest, rates, cpu_s_per_giga, note).
+        measurements (of each: its labels, unit, median, lowest, highest, rates, cpu_s_per_giga, note); and
+        where there are any, details (name of a table -> its rows).
         """
-        return {
+        plain: dict[str, Any] = {
             "kind": self.kind,
             "title": self.title,
             "tierstream": version("tierstream"),
@@ -58,6 +88,9 @@ class Result:
             "notes": self.notes,
             "measurements": [measurement.to_json() for measurement in self.measurements],
         }
+        if self.details:
+            plain["details"] = {details.name: details.rows for details in self.details}
+        return plain
 
 
 @dataclass(frozen=True)
@@ -71,11 +104,11 @@ class Grid:
 
 
 def grids(result: Result) -> list[Grid]:
-    """One per unit and part of the benchmark, in order of appearance."""
+    """One per unit and part of the benchmark, in order of appearance, and one per table of details."""
     groups: dict[tuple[str, str | int | None], list[Measurement]] = {}
     for measurement in result.measurements:
         groups.setdefault((measurement.unit, measurement.labels.get(PART)), []).append(measurement)
-    return [_grid(members) for members in groups.values()]
+    return [*(_grid(members) for members in groups.values()), *(part.grid() for part in result.details)]
 
 
 def varying_labels(measurements: Sequence[Measurement]) -> list[str]:
@@ -99,8 +132,13 @@ def label_value(key: str, value: str | int | None) -> str:
 
 
 def rate_unit(unit: str) -> str:
-    """Unit of a rate as it is shown: "GB/s", "Gparam/s"."""
-    return f"G{_UNITS.get(unit, unit)}/s"
+    """Unit of a rate as it is shown: "GB/s", "Gparam/s", "ktokens/s"."""
+    return f"{'k' if unit in _BY_THE_THOUSAND else 'G'}{_UNITS.get(unit, unit)}/s"
+
+
+def rate_scale(unit: str) -> float:
+    """What a rate is divided by to be shown in `rate_unit(unit)`."""
+    return 1e3 if unit in _BY_THE_THOUSAND else 1e9
 
 
 def _grid(measurements: Sequence[Measurement]) -> Grid:
@@ -114,10 +152,11 @@ def _grid(measurements: Sequence[Measurement]) -> Grid:
     rows = []
     for measurement in measurements:
         row = [label_value(key, measurement.labels.get(key)) for key in varying]
-        row.append(figure(measurement.median / 1e9))
+        row.append(figure(measurement.median / rate_scale(unit)))
         if with_traffic:
             row.append(figure(measurement.median * int(measurement.labels[BYTES_PER_PARAMETER]) / 1e9))
-        row += [f"{100 * measurement.spread:.0f} %", figure(measurement.cpu_s_per_giga)]
+        cpu_s = measurement.cpu_s_per_giga * rate_scale(unit) / 1e9
+        row += [f"{100 * measurement.spread:.0f} %", figure(cpu_s)]
         row += [measurement.note] * with_notes
         rows.append(row)
     fixed = [
@@ -128,6 +167,10 @@ def _grid(measurements: Sequence[Measurement]) -> Grid:
     rounds = len(measurements[0].rates)
     how = f"median of {rounds} rounds; spread: (highest - lowest) / median"
     return Grid(columns, rows, len(varying), "; ".join([*fixed, how]))
+
+
+def _detail(key: str, value: str | int | float | None) -> str:
+    return figure(value) if isinstance(value, float) else label_value(key, value)
 
 
 def figure(value: float) -> str:
