@@ -13,7 +13,8 @@ from concurrent.futures import Future, InvalidStateError
 
 import torch
 
-from tierstream.engine.device import Device, StallClock
+from tierstream.engine.device import Device
+from tierstream.engine.trace import Trace
 from tierstream.engine.transfer import Downloader
 from tierstream.engine.units import activation_unit
 from tierstream.io.errors import InvariantError
@@ -31,9 +32,9 @@ class ActivationStash:
     """
 
     def __init__(
-        self, device: Device, downloader: Downloader, layers: int, clock: StallClock, *, on_device: bool
+        self, device: Device, downloader: Downloader, layers: int, trace: Trace, *, on_device: bool
     ) -> None:
-        self._device, self._downloader, self._layers, self._clock = device, downloader, layers, clock
+        self._device, self._downloader, self._layers, self._trace = device, downloader, layers, trace
         self._room = threading.BoundedSemaphore(WAITING_TENSORS)
         self.on_device = on_device
         self._local: dict[int, torch.Tensor] = {}
@@ -48,7 +49,7 @@ class ActivationStash:
         if self.on_device:
             self._local[layer] = hidden
             return
-        with self._clock.waiting_for("activations"):
+        with self._trace.stall("activations", activation_unit(layer)):
             self._room.acquire()
         # Lives until its bytes are in DRAM, whatever the layers do meanwhile.
         kept = [hidden.contiguous().view(-1)]

@@ -20,6 +20,7 @@ from tierstream.engine.plan import Plan
 from tierstream.engine.runtime import Runtime
 from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.state import PlaneWriter
+from tierstream.engine.trace import Trace, TracedDirectory
 from tierstream.engine.units import ModelUnits
 from tierstream.io import drives
 from tierstream.io.backend import Backend, TransferPath, open_backend
@@ -27,7 +28,7 @@ from tierstream.io.errors import ConfigError
 from tierstream.io.spread import Root, Spread
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.snapshot import Snapshot
-from tierstream.tiered.store import Store
+from tierstream.tiered.store import Directory, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
 
 #: Folder that a run makes in each of `tiers.nvme_dirs`; nothing else there is touched.
@@ -162,14 +163,23 @@ def open_drives(
 
 
 def build_store(
-    config: RunConfig, layout: Layout, plan: Plan, tier: Drives | None, device: Device, debug: bool
+    config: RunConfig,
+    layout: Layout,
+    plan: Plan,
+    tier: Drives | None,
+    device: Device,
+    debug: bool,
+    trace: Trace | None = None,
 ) -> Store:
-    """The store, with its DRAM pinned where the device is a GPU."""
+    """The store, with its DRAM pinned where the device is a GPU, and its drives followed by `trace`."""
     register, unregister = device.pinning()
+    directory: Directory | None = tier.directory if tier else None
+    if directory is not None and trace is not None:
+        directory = TracedDirectory(directory, trace)
     return Store(
         layout,
         dram_bytes=plan.dram_bytes,
-        directory=tier.directory if tier else None,
+        directory=directory,
         policy=config.tiers.policy,
         prefetch_bytes=plan.prefetch_bytes,
         writeback_bytes=plan.writeback_bytes,
@@ -229,6 +239,7 @@ def build_runtime(
     store: Store,
     device: Device,
     applied: int,
+    trace: Trace | None = None,
 ) -> Runtime:
     return Runtime(
         model,
@@ -243,6 +254,7 @@ def build_runtime(
         total_updates=config.train.steps,
         applied_updates=applied,
         threads=update_threads(config),
+        trace=trace,
     )
 
 

@@ -33,6 +33,7 @@ _FREE = {
     "data.vocab_size",
     "model.path",
     "model.config",
+    "train.trace_steps",
 }
 
 

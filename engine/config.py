@@ -37,11 +37,15 @@ class TrainConfig:
     """Use only deterministic kernels, so that equal runs are equal to the bit."""
     debug: bool = False
     """Fill freed buffers with NaN and check every state transition; slow."""
+    trace_steps: int = 0
+    """Steps to record in run_dir/trace.json for ui.perfetto.dev, after two that warm up."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "rows_per_step", "loss_chunk_tokens"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"train.{key} is {getattr(self, key)}; it must be >= 1")
+        if self.trace_steps < 0:
+            raise ConfigError(f"train.trace_steps is {self.trace_steps}; it must be >= 0")
         if self.rows_per_chunk is not None and not 1 <= self.rows_per_chunk <= self.rows_per_step:
             raise ConfigError(
                 f"train.rows_per_chunk is {self.rows_per_chunk}; it must be between 1 and "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +53,13 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Stamp(Protocol):
+    """A point of a lane that can be told the time of, once it is past."""
+
+    def wait(self) -> None: ...
+    def seconds_since(self, earlier: Any) -> float: ...
+
+
 class Lane(Protocol):
     """An ordered queue of device work. Methods may be called from one thread at a time."""
 
@@ -61,6 +67,7 @@ class Lane(Protocol):
     def copy_in(self, device: torch.Tensor, host: np.ndarray) -> None: ...
     def copy_out(self, host: np.ndarray, device: torch.Tensor) -> None: ...
     def record(self) -> Event: ...
+    def stamp(self) -> Stamp: ...
     def wait(self, event: Event | None) -> None: ...
     def when_done(self, callback: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
@@ -71,6 +78,33 @@ class _Done:
 
     def synchronize(self) -> None:
         return
+
+
+class _HostStamp:
+    """A reading of the host's clock."""
+
+    def __init__(self) -> None:
+        self._time_s = time.perf_counter()
+
+    def wait(self) -> None:
+        return
+
+    def seconds_since(self, earlier: _HostStamp) -> float:
+        return self._time_s - earlier._time_s
+
+
+class _CudaStamp:
+    """A timing event. It may be of another stream than the one that it is compared with."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: _CudaStamp) -> float:
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 class HostLane:
@@ -97,6 +131,9 @@ class HostLane:
 
     def record(self) -> Event:
         return _Done()
+
+    def stamp(self) -> Stamp:
+        return _HostStamp()
 
     def wait(self, event: Event | None) -> None:
         return
@@ -138,6 +175,9 @@ class CudaLane:
         event = torch.cuda.Event(blocking=True)  # a waiting host thread sleeps and leaves its core to AdamW
         event.record(self.stream)
         return event  # type: ignore[return-value]
+
+    def stamp(self) -> Stamp:
+        return _CudaStamp(self.stream)
 
     def wait(self, event: Event | None) -> None:
         if event is not None:
@@ -272,25 +312,3 @@ class Device:
     def close(self) -> None:
         for lane in (self.compute, self.upload, self.download):
             lane.close()
-
-
-class StallClock:
-    """Seconds that one thread waited, by cause; read and reset once a step."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def waiting_for(self, cause: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._seconds[cause] = self._seconds.get(cause, 0.0) + time.perf_counter() - start
-
-    def take(self) -> dict[str, float]:
-        with self._lock:
-            seconds, self._seconds = self._seconds, {}
-        return seconds

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tierstream.engine.device import Device, StallClock
+from tierstream.engine.device import Device
+from tierstream.engine.trace import Trace
 from tierstream.engine.transfer import Downloader
 from tierstream.tiered.layout import Unit
 
@@ -33,9 +34,9 @@ class GradientBuffers:
         group_of: Mapping[str, str],
         groups: Mapping[str, tuple[int, int]],
         grad_dtype: str,
-        clock: StallClock,
+        trace: Trace,
     ) -> None:
-        self._device, self._downloader, self._clock = device, downloader, clock
+        self._device, self._downloader, self._trace = device, downloader, trace
         self._group_of, self._grad_dtype = group_of, grad_dtype
         self._free = {
             group: [device.buffer(4 * numel).view(torch.float32) for _ in range(count)]
@@ -53,7 +54,7 @@ class GradientBuffers:
         flat = self._open.get(unit.name)
         if flat is None:
             free = self._free[self._group_of[unit.name]]
-            with self._clock.waiting_for("gradients"), self._state:
+            with self._trace.stall("gradients", unit.name), self._state:
                 self._state.wait_for(lambda: free)
                 flat = free.pop()
             self._downloader.raise_failure()
@@ -88,7 +89,7 @@ class GradientBuffers:
 
         This is the one point of a step where the host waits for the device.
         """
-        with self._clock.waiting_for("gradients"), self._state:
+        with self._trace.stall("verdict"), self._state:
             self._state.wait_for(lambda: self._outstanding == 0)
         self._downloader.raise_failure()
         sums, self._sums = self._sums, {}

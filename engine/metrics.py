@@ -4,6 +4,7 @@
         config.yaml      every setting, defaults included; `tierstream train` reads it back
         metrics.jsonl    one `StepMetrics` a line
         result.json      the `RunSummary`, written when the run ends
+        trace.json       spans of `train.trace_steps` steps, if any
         checkpoints/     step-00000100/, ...
         data/            what was prepared from the training data
 
@@ -118,6 +119,19 @@ class DriveTotals:
 
 
 @dataclass(kw_only=True, slots=True)
+class TracedStep:
+    """One step of the trace, from the spans of the device's lane `compute`."""
+
+    step: int
+    step_s: float
+    """Wall-clock seconds."""
+    busy_s: float
+    """Of those: the lane computed."""
+    idle_s: dict[str, float]
+    """The rest, by cause (see `tierstream.engine.trace_summary`), longest first."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RunSummary:
     """The sum of the steps that this process ran; `result.json`."""
 
@@ -136,6 +150,10 @@ class RunSummary:
     tiers: dict[str, TierTotals] = field(default_factory=dict)
     drives: dict[str, DriveTotals] = field(default_factory=dict)
     """Directory of `tiers.nvme_dirs` -> its traffic."""
+    traced: list[TracedStep] = field(default_factory=list)
+    """What the device waited for in the steps of `trace.json`."""
+    trace: str | None = None
+    """Path of `trace.json`; None: no step was traced."""
     host_peak_bytes: int = 0
     gpu_peak_bytes: int = 0
     stopped: str | None = None
@@ -251,6 +269,7 @@ class RunDirectory:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.result_path = self.path / "result.json"
+        self.trace_path = self.path / "trace.json"
         self.checkpoints = self.path / "checkpoints"
         self.data = self.path / "data"
         self._lock: DirectoryLock | None = None

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstream.engine.activations import ActivationStash
-from tierstream.engine.device import Device, StallClock
+from tierstream.engine.device import Device
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, learning_rate
 from tierstream.engine.plan import Plan
 from tierstream.engine.sweep import Batch, Sweep
+from tierstream.engine.trace import Trace
 from tierstream.engine.transfer import Downloader, StepPlan, Uploader
 from tierstream.engine.units import ModelUnits, activation_unit
 from tierstream.engine.update import UpdateDriver
@@ -61,6 +62,7 @@ class Runtime:
         rows_per_chunk, loss_chunk_tokens: see `Sweep`.
         total_updates: length of the learning-rate schedule. applied_updates: updates already in the planes.
         threads: CPU threads of the optimizer's kernel.
+        trace: is told what lanes and threads do; given by those who want it recorded.
     """
 
     def __init__(
@@ -78,23 +80,24 @@ class Runtime:
         total_updates: int,
         applied_updates: int = 0,
         threads: int = 1,
+        trace: Trace | None = None,
     ) -> None:
         self.units, self.layout, self.store, self.device = units, layout, store, device
-        self.clock = StallClock()
+        self.trace = trace = trace or Trace()
         self.applied_updates = applied_updates
         self._config, self._total_updates = config, total_updates
         self._order: Sequence[Unit] = units.in_forward_order
-        self.downloader = Downloader(device, store, layout)
-        self.uploader = Uploader(device, store, layout, plan.slot_groups, self.clock)
-        self.updates = UpdateDriver(store, layout, self._order, config, threads)
+        self.downloader = Downloader(device, store, layout, trace)
+        self.uploader = Uploader(device, store, layout, plan.slot_groups, trace)
+        self.updates = UpdateDriver(store, layout, self._order, config, threads, trace)
         self._gradients = GradientBuffers(
-            device, self.downloader, plan.group_of, plan.gradient_groups, config.grad_dtype, self.clock
+            device, self.downloader, plan.group_of, plan.gradient_groups, config.grad_dtype, trace
         )
         self._stash = ActivationStash(
-            device, self.downloader, len(units.layers), self.clock, on_device=plan.boundary_nbytes is None
+            device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
         self._sweep = Sweep(
-            model, units, device, self.uploader, self._gradients, self._stash,
+            model, units, device, self.uploader, self._gradients, self._stash, trace,
             rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
         )  # fmt: skip
         self._uploads = self._sweep.uploads(self.updates.wait)
@@ -109,26 +112,8 @@ class Runtime:
         Without a trained token there is nothing to compute: no sweep runs, no counter moves, and a pending
         update stays pending.
         """
-        if batch.trained_tokens == 0:
-            lr = learning_rate(self._config, self.applied_updates, self._total_updates)
-            return StepOutcome(math.nan, Verdict(0.0, 1.0, lr, self.applied_updates + 1))
-        plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
-        pending, self._pending = self._pending, None
-        schedule = self._schedule(plan, updating=pending is not None)
-        self.store.begin_step([page for page, _ in schedule], self._following)
-        if pending is not None:
-            self.updates.begin(pending)
-        loss = self._sweep.run(plan, batch)
-        self.updates.finish()
-        sums = self._gradients.sums_of_squares(self._order)
-        verdict = judge(self._config, sums, self.applied_updates, self._total_updates)
-        if verdict.skipped:
-            self.store.discard(self.updates.grad_pages())
-            self._device_is_stale = False
-        else:
-            self._pending, self._device_is_stale = verdict, True
-            self.applied_updates += 1
-        return StepOutcome(loss, verdict)
+        with self.trace.step(self.device.compute):
+            return self._step(batch)
 
     def flush(self) -> None:
         """Carry out the pending update now: before a checkpoint, an evaluation or an export."""
@@ -160,6 +145,28 @@ class Runtime:
         self.uploader.close()
         self.downloader.close()
         self.device.close()
+
+    def _step(self, batch: Batch) -> StepOutcome:
+        if batch.trained_tokens == 0:
+            lr = learning_rate(self._config, self.applied_updates, self._total_updates)
+            return StepOutcome(math.nan, Verdict(0.0, 1.0, lr, self.applied_updates + 1))
+        plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
+        pending, self._pending = self._pending, None
+        schedule = self._schedule(plan, updating=pending is not None)
+        self.store.begin_step([page for page, _ in schedule], self._following)
+        if pending is not None:
+            self.updates.begin(pending)
+        loss = self._sweep.run(plan, batch)
+        self.updates.finish()
+        sums = self._gradients.sums_of_squares(self._order)
+        verdict = judge(self._config, sums, self.applied_updates, self._total_updates)
+        if verdict.skipped:
+            self.store.discard(self.updates.grad_pages())
+            self._device_is_stale = False
+        else:
+            self._pending, self._device_is_stale = verdict, True
+            self.applied_updates += 1
+        return StepOutcome(loss, verdict)
 
     def _schedule(self, plan: StepPlan, *, updating: bool) -> list[tuple[Page, Intent]]:
         """Every page use of a step, in the order in which it is expected."""

@@ -11,6 +11,7 @@ the number of chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,11 @@ from tierstream.engine.binding import Binding
 from tierstream.engine.device import Device
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.head import Head
+from tierstream.engine.trace import Trace, Track
 from tierstream.engine.transfer import StepPlan, Upload, Uploader
 from tierstream.engine.units import ModelUnits, activation_unit
 from tierstream.io.errors import ModelSourceError
+from tierstream.tiered.layout import Unit
 
 #: Slot groups: layers share double buffers; the ends have a buffer each.
 LAYER_GROUP, ACTIVATION_GROUP = "layers", "activations"
@@ -125,12 +128,14 @@ class Sweep:
         uploader: Uploader,
         gradients: GradientBuffers,
         stash: ActivationStash,
+        trace: Trace,
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
     ) -> None:
         self._units, self._device, self._uploader = units, device, uploader
-        self._gradients, self._stash, self._rows_per_chunk = gradients, stash, rows_per_chunk
+        self._gradients, self._stash, self._trace = gradients, stash, trace
+        self._rows_per_chunk = rows_per_chunk
         self._decoder = model.get_decoder()
         self._embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         self._anchor = torch.zeros((), requires_grad=True)
@@ -191,20 +196,22 @@ class Sweep:
         ).last_hidden_state
         use = self._use["head", 0]
         weights = self._head_binding.tensors(self._uploader.take(use))
-        with torch.no_grad():
+        sums = self._gradients.open(self._units.head)
+        with torch.no_grad(), self._computing("head", self._units.head):
             loss, grad = self._head.loss_and_gradient(
-                weights,
-                hidden.detach(),
-                batch.labels,
-                batch.trained_tokens,
-                self._gradients.open(self._units.head),
+                weights, hidden.detach(), batch.labels, batch.trained_tokens, sums
             )
         self._uploader.release(use)
         if not self._units.tied:
             self._gradients.close(self._units.head)
         torch.autograd.backward(hidden, grad)
         self._uploader.finish()
-        return loss.item()
+        with self._trace.wait(Track.HOST, "device"):
+            return loss.item()
+
+    def _computing(self, what: str, unit: Unit) -> AbstractContextManager[None]:
+        """The block enqueues the unit's computation; all that it needs was waited for before."""
+        return self._trace.on_lane(Track.COMPUTE, self._device.compute, what, unit.name)
 
     def layer_forward(self, call: LayerCall, hidden: torch.Tensor) -> torch.Tensor:
         self._stash.put(call.layer, hidden)
@@ -213,7 +220,7 @@ class Sweep:
         binding = self._layer_bindings[call.layer]
         weights = binding.tensors(self._uploader.take(use))
         out = torch.empty_like(hidden)
-        with binding.bound(weights):
+        with self._computing("forward", binding.unit), binding.bound(weights):
             for rows in self._chunks(call.rows):
                 out[rows] = call.run(hidden[rows], rows)
         self._uploader.release(use)
@@ -227,7 +234,12 @@ class Sweep:
         sums = self._gradients.open(binding.unit)
         grad_in = torch.empty_like(grad_out)
         assert call.rng is not None
-        with torch.enable_grad(), binding.bound(leaves), self._device.replayed_rng(call.rng):
+        with (
+            self._computing("backward", binding.unit),
+            torch.enable_grad(),
+            binding.bound(leaves),
+            self._device.replayed_rng(call.rng),
+        ):
             for rows in self._chunks(call.rows):
                 part = hidden[rows].detach().requires_grad_()
                 out = call.run(part, rows)
@@ -243,7 +255,8 @@ class Sweep:
     def embedding_forward(self, ids: torch.Tensor) -> torch.Tensor:
         use = self._use["embed", 0]
         binding = self._embedding_binding
-        with binding.bound(binding.tensors(self._uploader.take(use))):
+        weights = binding.tensors(self._uploader.take(use))
+        with self._computing("forward", binding.unit), binding.bound(weights):
             out = self._embedding_rows(ids)
         self._uploader.release(use)
         return out
@@ -251,11 +264,12 @@ class Sweep:
     def embedding_backward(self, ids: torch.Tensor, grad_out: torch.Tensor) -> None:
         """Rows of the gradient are added in fp32, token after token, straight into the unit's buffer."""
         sums = self._gradients.open(self._units.embed)
-        rows = grad_out.reshape(-1, grad_out.shape[-1]).float()
-        flat_ids = ids.reshape(-1)
-        if self._embedding.padding_idx is not None:  # torch.nn.Embedding gives that row no gradient
-            rows = rows.masked_fill((flat_ids == self._embedding.padding_idx).unsqueeze(-1), 0.0)
-        sums[self._embedding_binding.used[0]].index_add_(0, flat_ids, rows)
+        with self._computing("backward", self._units.embed):
+            rows = grad_out.reshape(-1, grad_out.shape[-1]).float()
+            flat_ids = ids.reshape(-1)
+            if self._embedding.padding_idx is not None:  # torch.nn.Embedding gives that row no gradient
+                rows = rows.masked_fill((flat_ids == self._embedding.padding_idx).unsqueeze(-1), 0.0)
+            sums[self._embedding_binding.used[0]].index_add_(0, flat_ids, rows)
         self._gradients.close(self._units.embed)
 
     def _stashed(self, layer: int, like: torch.Tensor) -> torch.Tensor:

@@ -35,11 +35,17 @@ from tierstream.engine.metrics import (
 from tierstream.engine.plan import Plan, make_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.sweep import Batch
+from tierstream.engine.trace import Trace, Track
+from tierstream.engine.trace_file import write_trace
+from tierstream.engine.trace_summary import summarise
 from tierstream.engine.units import TORCH_DTYPES, ModelUnits, find_units
 from tierstream.io import durable, memory
 from tierstream.io.errors import TrainingStopped
 from tierstream.io.profile import MachineProfile
 from tierstream.tiered.layout import Layout
+
+#: Steps of a process before those that are traced: the first ones find empty tiers and cold kernels.
+_WARM_UP_STEPS = 2
 
 
 class Trainer:
@@ -73,6 +79,7 @@ class Trainer:
                 last = run.step == config.train.steps
                 if (every is not None and run.step % every == 0) or (last and config.checkpoint.at_end):
                     run.save()
+            run.end_trace()
             run.runtime.flush()
             run.summary.drives = run.tier.totals() if run.tier else {}
             if run.summary.last_step is not None:  # else nothing was left to do, and the result stands
@@ -100,7 +107,7 @@ class _Run:
         self.rows, self.runtime, self.tier = rows, runtime, tier
         self.run_id: str = state["run_id"]
         self.settings: dict[str, Any] = state["settings"]
-        self.step: int = state["step"]
+        self.step = self._first_step = int(state["step"])
         self.skipped_total: int = state["skipped_total"]
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
         self.summary = RunSummary()
@@ -145,13 +152,14 @@ class _Run:
         tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]}, known, paths)
         if tier is not None:
             parts.callback(tier.close)
-        store = assemble.build_store(config, layout, plan, tier, device, config.train.debug)
+        trace = Trace()
+        store = assemble.build_store(config, layout, plan, tier, device, config.train.debug, trace)
         parts.callback(store.close)
         if store.pageable_reason:
             observer.on_event(f"warning: {store.pageable_reason}")
         origin = assemble.fill_state(config, model, units, layout, store, snapshot, weights, device)
         runtime = assemble.build_runtime(
-            config, model, units, layout, plan, store, device, state["applied_updates"]
+            config, model, units, layout, plan, store, device, state["applied_updates"], trace
         )
         parts.callback(runtime.close)
         observer.on_event(f"data: {rows.store.origin}")
@@ -165,6 +173,7 @@ class _Run:
     def train_step(self) -> StepMetrics:
         """One step, and its record."""
         config = self.config
+        self._start_or_end_trace()
         begin = time.perf_counter()
         packed = self.rows.batch(self.step, config.train.rows_per_step)
         device = self.runtime.device.torch_device
@@ -192,6 +201,7 @@ class _Run:
             )
             if self.config.checkpoint.at_end or self.config.checkpoint.every_steps is not None:
                 self.save()
+            self.end_trace()
             self.summary.drives = self.tier.totals() if self.tier else {}
             self.directory.write_result(self.summary)
             raise TrainingStopped(
@@ -212,11 +222,39 @@ class _Run:
             "data_fingerprint": self.rows.fingerprint,
             "settings": self.settings,
         }
-        path = checkpoint.save(
-            self.runtime.store, self.directory.checkpoints, self.step, state, self.config.checkpoint.keep
-        )
+        with self.runtime.trace.span(Track.HOST, "checkpoint"):
+            path = checkpoint.save(
+                self.runtime.store, self.directory.checkpoints, self.step, state, self.config.checkpoint.keep
+            )
         self.summary.checkpoint = str(path)
         self.observer.on_event(f"checkpoint {path} ({time.perf_counter() - begin:.1f} s)")
+
+    def _start_or_end_trace(self) -> None:
+        """Record `train.trace_steps` steps, from the third of this process on."""
+        done, wanted = self.step - self._first_step, self.config.train.trace_steps
+        if wanted and done == _WARM_UP_STEPS:
+            self.runtime.trace.start(self.step + 1)
+        elif wanted and done == _WARM_UP_STEPS + wanted:
+            self.end_trace()
+
+    def end_trace(self) -> None:
+        """Write down what was recorded, if anything and not yet; the last step may come before all that was
+        asked for.
+        """
+        trace = self.runtime.trace
+        if not trace.recording:
+            if self.config.train.trace_steps and self.summary.trace is None:
+                self.observer.on_event(
+                    f"warning: no trace was written: the first {_WARM_UP_STEPS} steps are not traced, and "
+                    "no others were left to run"
+                )
+            return
+        spans = trace.stop()
+        write_trace(spans, self.directory.trace_path)
+        self.summary.traced = summarise(spans)
+        self.summary.trace = str(self.directory.trace_path)
+        first, last = self.summary.traced[0].step, self.summary.traced[-1].step
+        self.observer.on_event(f"trace of steps {first} to {last}: {self.summary.trace}")
 
     def _record(self, outcome: StepOutcome, batch: Batch, seconds: float) -> StepMetrics:
         now, before = self.runtime.traffic(), self._before
@@ -236,7 +274,7 @@ class _Run:
             trained_tokens=batch.trained_tokens,
             step_s=seconds,
             tokens_per_s=batch.input_ids.numel() / seconds,
-            stall_s=self.runtime.clock.take(),
+            stall_s=self.runtime.trace.take_stalls(),
             tier_wait_s=moved.wait_s,
             bytes_read=moved.bytes_read,
             bytes_written=moved.bytes_written,

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tierstream.engine.device import Device, Event, StallClock
+from tierstream.engine.device import Device, Event
+from tierstream.engine.trace import Trace, Track
 from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.store import Intent, Store
@@ -125,9 +126,9 @@ class Uploader:
         store: Store,
         layout: Layout,
         groups: Mapping[str, tuple[int, int]],
-        clock: StallClock,
+        trace: Trace,
     ) -> None:
-        self._device, self._store, self._layout, self._clock = device, store, layout, clock
+        self._device, self._store, self._layout, self._trace = device, store, layout, trace
         self._slots = {
             name: [_Slot(device.buffer(nbytes)) for _ in range(count)]
             for name, (count, nbytes) in groups.items()
@@ -181,7 +182,9 @@ class Uploader:
         """Bytes of upload `index`, ready for the compute lane; blocks the host until the upload has been
         enqueued.
         """
-        with self._clock.waiting_for("weights"), self._state:
+        upload = self._upload(index)
+        cause = "activations" if upload.plane == "activation" else "weights"
+        with self._trace.stall(cause, upload.unit), self._state:
             self._state.wait_for(lambda: self._filled[index] or self._error is not None)
             if self._error is not None:
                 raise self._error
@@ -215,9 +218,13 @@ class Uploader:
         self.abort()
         self._thread.shutdown(wait=True)
 
+    def _upload(self, index: int) -> Upload:
+        assert self._plan is not None
+        return self._plan.uploads[index]
+
     def _slot(self, index: int) -> _Slot:
         assert self._plan is not None
-        return self._slots[self._plan.uploads[index].group][self._plan.assignments[index].slot]
+        return self._slots[self._upload(index).group][self._plan.assignments[index].slot]
 
     def _run(self, plan: StepPlan) -> None:
         try:
@@ -236,10 +243,12 @@ class Uploader:
             raise
 
     def _fill(self, upload: Upload, assignment: Assignment, slot: _Slot) -> None:
-        lane, layout = self._device.upload, self._layout
+        lane, layout, trace = self._device.upload, self._layout, self._trace
         if upload.gate is not None:
-            upload.gate()
-        with self._state:
+            cause = "download" if upload.plane == "activation" else "update"
+            with trace.wait(Track.UPLOADER, cause, upload.unit):
+                upload.gate()
+        with trace.wait(Track.UPLOADER, "slot", upload.unit), self._state:
             self._state.wait_for(
                 lambda: self._aborted or assignment.after < 0 or self._released[assignment.after]
             )
@@ -249,14 +258,17 @@ class Uploader:
         self._device.poison(slot.buffer, lane)
         intent = Intent.CONSUME if upload.plane == "activation" else Intent.READ
         end = layout.spec(upload.unit, upload.plane).nbytes
-        for page in layout.pages(upload.unit, upload.plane):
-            start = page.index * layout.page_bytes
-            size = min(layout.page_bytes, end - start)
-            self._credits.acquire()
-            lease = self._store.acquire([(page, intent)])
-            lane.copy_in(slot.buffer[start : start + size], lease.arrays[0][:size])
-            lane.when_done(lambda lease=lease: self._give_back(lease))  # type: ignore[misc]
-            self.bytes_up += size
+        with trace.on_lane(Track.UPLOAD, lane, upload.plane, upload.unit):
+            for page in layout.pages(upload.unit, upload.plane):
+                start = page.index * layout.page_bytes
+                size = min(layout.page_bytes, end - start)
+                with trace.wait(Track.UPLOADER, "copies", upload.unit):
+                    self._credits.acquire()
+                with trace.wait(Track.UPLOADER, "page", upload.unit):
+                    lease = self._store.acquire([(page, intent)])
+                lane.copy_in(slot.buffer[start : start + size], lease.arrays[0][:size])
+                lane.when_done(lambda lease=lease: self._give_back(lease))  # type: ignore[misc]
+                self.bytes_up += size
         slot.ready = lane.record()
 
     def _give_back(self, lease: object) -> None:
@@ -267,8 +279,8 @@ class Uploader:
 class Downloader:
     """Writes finished device buffers to pages, in the order of `submit`, in a thread of its own."""
 
-    def __init__(self, device: Device, store: Store, layout: Layout) -> None:
-        self._device, self._store, self._layout = device, store, layout
+    def __init__(self, device: Device, store: Store, layout: Layout, trace: Trace) -> None:
+        self._device, self._store, self._layout, self._trace = device, store, layout, trace
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="downloader")
         self._credits = threading.BoundedSemaphore(IN_FLIGHT_PAGES)
         self._failed: BaseException | None = None
@@ -309,18 +321,21 @@ class Downloader:
     ) -> None:
         try:
             self.raise_failure()
-            lane, layout = self._device.download, self._layout
+            lane, layout, trace = self._device.download, self._layout, self._trace
             lane.wait(ready)
-            with lane.active():
-                source = produce().view(torch.uint8)
-            for page in layout.pages(unit, plane):
-                start = page.index * layout.page_bytes
-                size = min(layout.page_bytes, source.numel() - start)
-                self._credits.acquire()
-                lease = self._store.acquire([(page, Intent.OVERWRITE)])
-                lane.copy_out(lease.arrays[0][:size], source[start : start + size])
-                lane.when_done(lambda lease=lease: self._give_back(lease))  # type: ignore[misc]
-                self.bytes_down += size
+            with trace.on_lane(Track.DOWNLOAD, lane, plane, unit):
+                with lane.active():
+                    source = produce().view(torch.uint8)
+                for page in layout.pages(unit, plane):
+                    start = page.index * layout.page_bytes
+                    size = min(layout.page_bytes, source.numel() - start)
+                    with trace.wait(Track.DOWNLOADER, "copies", unit):
+                        self._credits.acquire()
+                    with trace.wait(Track.DOWNLOADER, "page", unit):
+                        lease = self._store.acquire([(page, Intent.OVERWRITE)])
+                    lane.copy_out(lease.arrays[0][:size], source[start : start + size])
+                    lane.when_done(lambda lease=lease: self._give_back(lease))  # type: ignore[misc]
+                    self.bytes_down += size
             lane.when_done(done)
         except BaseException as error:
             self._failed = self._failed or error

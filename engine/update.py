@@ -9,7 +9,6 @@ nothing reads a weight in between.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 
 from tierstream import _native
 from tierstream.engine.optimizer import OptimizerConfig, Verdict
+from tierstream.engine.trace import Trace, Track
 from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import ITEM_BYTES, Layout, Page, Unit
 from tierstream.tiered.store import Intent, Store
@@ -103,9 +103,15 @@ class UpdateDriver:
     """
 
     def __init__(
-        self, store: Store, layout: Layout, units: Sequence[Unit], config: OptimizerConfig, threads: int
+        self,
+        store: Store,
+        layout: Layout,
+        units: Sequence[Unit],
+        config: OptimizerConfig,
+        threads: int,
+        trace: Trace,
     ) -> None:
-        self._store, self._config, self._threads = store, config, threads
+        self._store, self._config, self._threads, self._trace = store, config, threads, trace
         self._order = [unit.name for unit in units]
         self._granules = {unit.name: granules(layout, unit) for unit in units}
         self._dtypes = {
@@ -121,7 +127,6 @@ class UpdateDriver:
         self._job: Future[None] | None = None
         self._error: BaseException | None = None
         self._aborted = False
-        self.busy_s = 0.0
 
     def uses(self, unit: Unit) -> list[tuple[Page, Intent]]:
         """Page uses of the unit's update, in order."""
@@ -176,7 +181,7 @@ class UpdateDriver:
     def _run(self, verdict: Verdict) -> None:
         try:
             for position, name in enumerate(self._order):
-                with self._state:
+                with self._trace.wait(Track.UPDATER, "permission", name), self._state:
                     self._state.wait_for(lambda position=position: self._aborted or position < self._allowed)  # type: ignore[misc]
                     if self._aborted:
                         raise InvariantError("the update was aborted")
@@ -192,18 +197,15 @@ class UpdateDriver:
             raise
 
     def _apply(self, name: str, granule: Granule, verdict: Verdict) -> None:
-        lease = self._store.acquire(granule.uses)
-        begin = time.perf_counter()
-        try:
+        with self._trace.wait(Track.UPDATER, "page", name):
+            lease = self._store.acquire(granule.uses)
+        with lease, self._trace.span(Track.UPDATER, "adamw", name):
             for call in granule.calls:
                 views = {
                     plane: lease.arrays[index][first:last].view(self._dtypes[name, plane])
                     for plane, (index, first, last) in call.pieces.items()
                 }
                 self._adamw(views, verdict, self._config.weight_decay if call.decay else 0.0)
-        finally:
-            self.busy_s += time.perf_counter() - begin
-            self._store.release(lease)
 
     def _adamw(self, views: dict[str, np.ndarray], verdict: Verdict, weight_decay: float) -> None:
         config = self._config

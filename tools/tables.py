@@ -4,6 +4,7 @@ wide."""
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
@@ -121,6 +122,7 @@ def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
     if summary.drives:
         per_day = summary.tiers["nvme"].bytes_written / step_s * 86400
         console.print(f"drives are written {per_day / 1e12:.3g} TB a day at this pace")
+    _print_trace(console, summary)
     skipped = f", {summary.skipped_steps} skipped" if summary.skipped_steps else ""
     console.print(
         f"steps {summary.first_step} to {summary.last_step}{skipped}: loss {summary.loss:.4f}, "
@@ -130,6 +132,20 @@ def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
     shown = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in peaks if nbytes)
     if shown:
         console.print(f"peak memory: {shown}")
+
+
+def _print_trace(console: Console, summary: RunSummary) -> None:
+    """What the device did in the traced steps, in few lines, and where to see more."""
+    if not summary.traced:
+        return
+    total_s = sum(step.step_s for step in summary.traced)
+    busy_s = sum(step.busy_s for step in summary.traced)
+    idle_s = sum((Counter(step.idle_s) for step in summary.traced), Counter())
+    steps = f"steps {summary.traced[0].step} to {summary.traced[-1].step}"
+    console.print(f"Traced {steps}: computing {100 * busy_s / total_s:.1f} % of the time, else waiting for")
+    shares = [f"{cause} {100 * seconds / total_s:.1f} %" for cause, seconds in _longest_first(idle_s)]
+    console.print(f"  ({', '.join(shares[:5])})")
+    console.print(f"{summary.trace}: open it in https://ui.perfetto.dev", soft_wrap=True)
 
 
 def _traffic_line(directory: str, drive: DriveTotals) -> str:

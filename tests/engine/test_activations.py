@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tierstream.engine.activations import WAITING_TENSORS, ActivationStash
-from tierstream.engine.device import Device, Event, StallClock
+from tierstream.engine.device import Device, Event
+from tierstream.engine.trace import Trace
 from tierstream.io.errors import InvariantError
 
 
@@ -41,7 +42,7 @@ class SlowDownloader:
 def test_forward_waits_when_the_tiers_are_slower() -> None:
     """However deep the model, no more than WAITING_TENSORS boundaries stay on the device."""
     downloader = SlowDownloader()
-    stash = ActivationStash(Device(), downloader, 6, StallClock(), on_device=False)  # type: ignore[arg-type]
+    stash = ActivationStash(Device(), downloader, 6, Trace(), on_device=False)  # type: ignore[arg-type]
     stash.begin_step()
     hidden = [torch.full((2, 3, 4), float(i)) for i in range(6)]
     put = []
@@ -67,7 +68,7 @@ def test_forward_waits_when_the_tiers_are_slower() -> None:
 
 
 def test_abort_wakes_whoever_waits_for_an_activation_that_will_not_come() -> None:
-    stash = ActivationStash(Device(), SlowDownloader(), 3, StallClock(), on_device=False)  # type: ignore[arg-type]
+    stash = ActivationStash(Device(), SlowDownloader(), 3, Trace(), on_device=False)  # type: ignore[arg-type]
     stash.begin_step()
     waiting = ThreadPoolExecutor(1).submit(stash.wait_stored, 2)
     stash.abort()

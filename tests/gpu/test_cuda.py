@@ -5,6 +5,7 @@ asynchrony.
 from __future__ import annotations
 
 import gc
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from support.rig import PlainTraining, Setup, batches, rig, same_bits, tiny_config
 
 from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.trace import Track
+from tierstream.engine.trace_summary import summarise
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +69,38 @@ def test_slow_streams_and_poison_change_nothing(tmp_path: Path, seed: int) -> No
     losses, planes = result(base.but(nvme=tmp_path / "drive", dram=24 * base.page, faults_seed=seed))
     assert losses == expected[0]
     assert same_bits(planes, expected[1]) == []
+
+
+def test_a_trace_changes_nothing_and_shows_the_order_of_the_lanes(tmp_path: Path) -> None:
+    """Spans of three streams and of the host, on one clock."""
+    base = setup(rows_per_chunk=2)
+    expected = result(base.but(gpu_all=True, activations="gpu"))
+    made = base.but(nvme=tmp_path / "drive", dram=24 * base.page, trace=True)
+    with rig(made) as run:
+        outcomes = run.train(batches(4, rows=made.rows, seq_len=made.seq_len))
+        spans = sorted(run.trace.spans, key=lambda span: span.begin_s)
+        assert [(o.loss, o.verdict.grad_norm) for o in outcomes] == expected[0]
+        assert same_bits(run.planes(), expected[1]) == []
+    lanes = {t: [s for s in spans if s.track is t] for t in (Track.COMPUTE, Track.UPLOAD, Track.DOWNLOAD)}
+    for lane in lanes.values():
+        assert all(one.end_s <= other.begin_s for one, other in itertools.pairwise(lane))
+        # Work begins when it has been enqueued, not before; the clocks agree to a millisecond.
+        assert all(span.enqueued_s[0] - 1e-3 <= span.begin_s <= span.end_s for span in lane)
+    layers = [unit.name for unit in run.units.layers]
+    order = ["forward embed", *(f"forward {n}" for n in layers), "head"]
+    order += [*(f"backward {n}" for n in reversed(layers)), "backward embed"]
+    assert [span.name for span in lanes[Track.COMPUTE]] == 4 * order
+    steps = [span for span in spans if span.track is Track.STEPS]
+    for step, summary in zip(steps, summarise(spans), strict=True):
+        inside = {t: [s for s in lane if step.begin_s <= s.begin_s < step.end_s] for t, lane in lanes.items()}
+        assert all(span.end_s <= step.end_s for lane in inside.values() for span in lane)
+        for unit in layers:
+            upload = next(s for s in inside[Track.UPLOAD] if s.unit == unit)
+            computed = [s for s in inside[Track.COMPUTE] if s.unit == unit]
+            gradient = next(s for s in inside[Track.DOWNLOAD] if s.name == f"grad {unit}")
+            assert upload.end_s <= computed[0].begin_s + 1e-6
+            assert computed[-1].end_s <= gradient.begin_s + 1e-6
+        assert summary.busy_s + sum(summary.idle_s.values()) == pytest.approx(step.end_s - step.begin_s)
 
 
 def test_agrees_with_plain_torch_in_fp32() -> None:

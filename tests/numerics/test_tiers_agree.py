@@ -117,6 +117,17 @@ def test_page_size_threads_and_gradient_buffers_change_nothing(tmp_path: Path) -
         assert same_bits(planes, expected_planes) == []
 
 
+@pytest.mark.parametrize("tiers", ["dram", "nvme"])
+def test_a_trace_changes_nothing(tmp_path: Path, tiers: str) -> None:
+    setup = base(clip=True, chunks=2, tied=False).but(trace=True)
+    if tiers == "nvme":
+        setup = setup.but(nvme=tmp_path / "drive", dram=least_dram(setup), faults_seed=3)
+    expected_losses, expected_planes = resident(True, 2, False)
+    losses, planes = result(setup)
+    assert losses == expected_losses
+    assert same_bits(planes, expected_planes) == []
+
+
 def test_flush_between_steps_changes_nothing() -> None:
     """The deferred update gives the bits of an update at the end of the step."""
     setup = base(clip=True, chunks=1, tied=True)

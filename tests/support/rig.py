@@ -23,6 +23,7 @@ from tierstream.engine.plan import TiersConfig, make_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.sweep import Batch
+from tierstream.engine.trace import Trace, TracedDirectory
 from tierstream.engine.units import find_units
 from tierstream.io.backend import open_backend
 from tierstream.tiered.stats import Faults
@@ -110,6 +111,7 @@ class Setup:
     device: str = "cpu"
     attention: str = "sdpa"
     threads: int = 2
+    trace: bool = False
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -141,10 +143,14 @@ class Rig:
         self.directory = None
         if self.backend is not None and setup.nvme is not None:
             self.directory = ZarrDirectory.create(drives_in([setup.nvme], self.backend), self.layout, {})
+        self.trace = Trace()
+        if setup.trace:
+            self.trace.start(1)
         register, unregister = self.device.pinning()
         self.store = Store(
             self.layout, register=register, unregister=unregister, dram_bytes=self.plan.dram_bytes,
-            directory=self.directory, policy=setup.policy,
+            directory=None if self.directory is None else TracedDirectory(self.directory, self.trace),
+            policy=setup.policy,
             prefetch_bytes=self.plan.prefetch_bytes, writeback_bytes=self.plan.writeback_bytes,
             debug=faults is not None, faults=None if faults is None else Faults(faults, 0.002),
         )  # fmt: skip
@@ -158,7 +164,7 @@ class Rig:
         self.runtime = Runtime(
             model, self.units, self.layout, self.plan, self.store, self.device, setup.optimizer,
             rows_per_chunk=setup.rows_per_chunk, loss_chunk_tokens=setup.loss_chunk_tokens,
-            total_updates=setup.total_updates, threads=setup.threads,
+            total_updates=setup.total_updates, threads=setup.threads, trace=self.trace,
         )  # fmt: skip
 
     def train(self, steps: list[Batch]) -> list[StepOutcome]:

@@ -6,7 +6,7 @@ import math
 import pytest
 from support.steps import record
 
-from tierstream.engine.metrics import DrivePlan, DriveTotals, PlanReport, RunSummary, TierPlan
+from tierstream.engine.metrics import DrivePlan, DriveTotals, PlanReport, RunSummary, TierPlan, TracedStep
 from tierstream.tools.tables import count, open_console, print_plan, print_summary, table
 
 GIB = 2**30
@@ -149,6 +149,25 @@ checkpoint /runs/a/checkpoints/step-00000003"""
 
 def test_a_run_with_nothing_left_to_do() -> None:
     assert printed(print_summary, RunSummary()) == "No step was left to run"
+
+
+def test_a_traced_run_says_what_the_device_waited_for() -> None:
+    path = "/runs/" + "x" * 90 + "/trace.json"
+    summary = RunSummary(trace=path)
+    summary.add(record(5, stall_s={}))
+    causes = [f"weights: cause {number} of many" for number in range(9)]
+    for step in (3, 4):
+        idle_s = {"verdict": 0.125 * (step - 3), **dict.fromkeys(causes, 0.25)}
+        summary.traced.append(TracedStep(step=step, step_s=5.0, busy_s=step - 1.0, idle_s=idle_s))
+    before, shown = printed(print_summary, summary).split("Traced ")
+    assert "xxx" not in before
+    lines = shown.splitlines()
+    last = lines.index(f"{path}: open it in https://ui.perfetto.dev")
+    assert last <= 4
+    assert " ".join(line.strip() for line in lines[:last]) == (
+        "steps 3 to 4: computing 50.0 % of the time, else waiting for "
+        f"({', '.join(f'{cause} 5.0 %' for cause in causes[:5])})"
+    )
 
 
 def test_a_run_that_stopped_says_why() -> None:

@@ -60,6 +60,7 @@ OPTIONS = """\
 --train.device TEXT cpu
 --train.deterministic {true,false} true
 --train.debug {true,false} false
+--train.trace-steps INT 0
 --checkpoint.every-steps INT|null null
 --checkpoint.keep INT 2
 --checkpoint.at-end {true,false} true
