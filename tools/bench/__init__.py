@@ -19,6 +19,7 @@ BENCHMARKS = {
     "storage": "PATH...  drives, by block, threads and way",
     "copy": "between host memory and the GPU, by size and kind of memory",
     "adam": "AdamW on the CPU, by kernel and threads",
+    "train": "steps of training from the tiers, against the bound and all on the GPU",
 }
 
 

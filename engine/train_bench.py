@@ -1,0 +1,335 @@
+"""The executor's speed, measured: the real store, drives and lanes over random weights and tokens.
+
+All settings of one `TieredBench` train one and the same state in turn: one training whose clipping and device
+budget change between runs. So its losses can be had again, step for step, by a run with everything on the
+device (`resident_losses`), and a state that fills the machine is needed once only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from tierstream.engine import assemble
+from tierstream.engine.bound import Bound, Rates, plan_bound
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.config import RunConfig
+from tierstream.engine.device import Device
+from tierstream.engine.machine import KnownDrive
+from tierstream.engine.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.plan import Plan, make_plan
+from tierstream.engine.resident import ResidentModel
+from tierstream.engine.runtime import Runtime, Traffic
+from tierstream.engine.sweep import Batch
+from tierstream.engine.units import find_units
+from tierstream.io import memory
+from tierstream.io.errors import BudgetError
+from tierstream.io.measure import Case, Labels, Sample, timed
+from tierstream.io.sizes import format_bytes
+
+#: A device budget that holds every layer.
+EVERYTHING = ByteSize(1 << 50)
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What may change while the state stays: `tiers.gpu` and `optimizer.clip_norm`."""
+
+    gpu: ByteSize | None = None
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run of a case: some steps in steady state.
+
+    Attributes:
+        losses, grad_norms: of every step.
+        traffic: bytes moved, page uses and the threads' waits of all of them.
+        stall_s: what the computation waited for, by cause, in all of them.
+        gpu_peak_bytes: the most device memory that the case had, without what other cases hold; None: CPU.
+        host_peak_bytes: the most host memory that the process had.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    seconds: float
+    traffic: Traffic | None
+    stall_s: dict[str, float]
+    gpu_peak_bytes: int | None
+    host_peak_bytes: int
+
+
+class GpuMemory:
+    """Device memory of one of several cases that hold some at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._held = 0
+
+    def building(self, build: Callable[[], _Result]) -> _Result:
+        """Calls it; what it allocates and keeps belongs to this case."""
+        before = self._allocated()
+        built = build()
+        self._held += self._allocated() - before
+        return built
+
+    def running(self, run: Callable[[], _Result]) -> tuple[_Result, int | None]:
+        """Calls it; also gives the case's peak in bytes meanwhile."""
+        if self._device is None:
+            return run(), None
+        before = self._allocated()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        result = run()
+        peak = self._held + torch.cuda.max_memory_allocated(self._device) - before
+        self._held += self._allocated() - before
+        return result, peak
+
+    def _allocated(self) -> int:
+        return 0 if self._device is None else torch.cuda.memory_allocated(self._device)
+
+
+@dataclass
+class TieredCase:
+    """One setting of a bench: its runtime, and what was measured of it, run after run."""
+
+    setting: Setting
+    plan: Plan
+    runtime: Runtime
+    memory: GpuMemory
+    records: list[RunRecord] = field(default_factory=list)
+
+
+class TieredBench:
+    """A state in its tiers with random weights, and a runtime over it for each setting.
+
+    Use as a context manager: the end closes all of it. Files on the drives go with the directories that
+    `config.tiers.nvme_dirs` names; remove these.
+
+    Args:
+        config: `tiers.gpu` and `optimizer.clip_norm` are replaced by those of the settings.
+        known: of `tiers.nvme_dirs`, in order.
+        batch: trained on at every step.
+
+    Raises:
+        BudgetError, StorageError: a tier that cannot hold what it must.
+    """
+
+    def __init__(
+        self, config: RunConfig, settings: Sequence[Setting], known: list[KnownDrive], batch: Batch
+    ) -> None:
+        self.config, self._batch = config, batch
+        self.history: list[tuple[Setting, float]] = []
+        """Setting and loss of every step, in order."""
+        self._last: TieredCase | None = None
+        with ExitStack() as parts:
+            self._open(settings, known, parts)
+            self._parts = parts.pop_all()
+
+    def _open(self, settings: Sequence[Setting], known: list[KnownDrive], parts: ExitStack) -> None:
+        config = self.config
+        device = Device(config.train.device)
+        parts.callback(device.close)
+        model, hf_config = build_meta_model(config.model)
+        units = find_units(model)
+        plans = []
+        for setting in settings:
+            plan, self.layout = make_plan(
+                replace(config.tiers, gpu=setting.gpu),
+                config.optimizer,
+                units,
+                hidden_size=hf_config.hidden_size,
+                rows=config.train.rows_per_step,
+                seq_len=config.data.seq_len,
+                device_in_host=not device.is_cuda,
+                available_bytes=memory.memory_budget().available_bytes,
+            )
+            plans.append(plan)
+        assemble.check_space(config, plans[0], Path(config.run_dir))
+        paths = assemble.check_paths(config)
+        self.drives = assemble.open_drives(config, self.layout, {}, known, paths)
+        if self.drives is not None:
+            parts.callback(self.drives.close)
+        self.store = assemble.build_store(config, self.layout, plans[0], self.drives, device, debug=False)
+        parts.callback(self.store.close)
+        assemble.fill_state(config, model, units, self.layout, self.store, None, None, device)
+        self.cases = [self._case(setting, plan, parts) for setting, plan in zip(settings, plans, strict=True)]
+
+    def _case(self, setting: Setting, plan: Plan, parts: ExitStack) -> TieredCase:
+        """Every runtime has a model (without weights), lanes and device buffers of its own."""
+        optimizer = replace(self.config.optimizer, clip_norm=setting.clip_norm)
+        config = replace(self.config, optimizer=optimizer)
+        device = Device(config.train.device)
+        parts.callback(device.close)
+        model, _ = build_meta_model(config.model)
+        materialise_buffers(model, None, device.torch_device)
+        memory = GpuMemory(device.torch_device)
+
+        def build() -> Runtime:
+            return assemble.build_runtime(
+                config, model, find_units(model), self.layout, plan, self.store, device, 0
+            )
+
+        runtime = memory.building(build)
+        parts.callback(runtime.close)
+        return TieredCase(setting, plan, runtime, memory)
+
+    def __enter__(self) -> TieredBench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._parts.close()
+
+    def case(self, case: TieredCase, steps: int, labels: Labels) -> Case:
+        """Something that `measure` runs: some steps, counted in tokens."""
+        return Case(labels, "tokens", lambda: self.run(case, steps))
+
+    def run(self, case: TieredCase, steps: int) -> Sample:
+        """Some steps, in steady state: each carries out the update of the one before it. Recorded in the
+        case.
+        """
+        if self._last is not case:
+            self.step(case)  # after another setting's flush there is nothing to update: it does not count
+        memory.reset_peak_rss()
+        runtime = case.runtime
+        before = runtime.traffic()
+        runtime.trace.take_stalls()
+        norms: list[float] = []
+
+        def train() -> Sample:
+            tokens = steps * case.plan.tokens_per_step
+            return timed(tokens, lambda: norms.extend(self.step(case) for _ in range(steps)))
+
+        sample, peak = case.memory.running(train)
+        record = RunRecord(
+            losses=[loss for _, loss in self.history[-steps:]],
+            grad_norms=norms,
+            seconds=sample.seconds,
+            traffic=runtime.traffic().since(before),
+            stall_s=runtime.trace.take_stalls(),
+            gpu_peak_bytes=peak,
+            host_peak_bytes=memory.peak_rss_bytes(),
+        )
+        case.records.append(record)
+        return sample
+
+    def step(self, case: TieredCase) -> float:
+        """One step of the training under this setting; returns the gradient norm."""
+        if self._last is not None and self._last is not case:
+            self._last.runtime.flush()
+            case.runtime.applied_updates = self._last.runtime.applied_updates
+        self._last = case
+        outcome = case.runtime.step(self._batch)
+        self.history.append((case.setting, outcome.loss))
+        return outcome.verdict.grad_norm
+
+    def bound(self, case: TieredCase, rates: Rates) -> Bound:
+        """The least time that one of its steps can take here."""
+        schedule = case.runtime.steady_schedule
+        return plan_bound(rates, case.plan, self.layout, schedule, on_drives=self.drives is not None)
+
+
+class ResidentCase:
+    """The plain training that a bench's cases are judged against, with the same weights.
+
+    Raises:
+        BudgetError: the device has no room for its weights and gradients.
+    """
+
+    def __init__(self, bench: TieredBench, batch: Batch) -> None:
+        config, self._batch = bench.config, batch
+        device = bench.cases[0].runtime.device.torch_device
+        self.memory, self.records = GpuMemory(device), list[RunRecord]()
+        need_bytes = 2 * sum(s.nbytes for s in bench.layout.planes.values() if s.plane == "weight")
+        check_device_memory(device, need_bytes, "weights and gradients of the resident baseline")
+        self.model = self.memory.building(
+            lambda: ResidentModel(
+                config.model, bench.store.read_range, device, config.train.loss_chunk_tokens
+            )
+        )
+
+    def case(self, steps: int, labels: Labels) -> Case:
+        """Something that `measure` runs: some steps, counted in tokens."""
+        return Case(labels, "tokens", lambda: self.run(steps))
+
+    def run(self, steps: int) -> Sample:
+        """Some steps; recorded."""
+        memory.reset_peak_rss()
+        losses: list[float] = []
+
+        def train() -> Sample:
+            tokens = steps * self._batch.input_ids.numel()
+            return timed(tokens, lambda: losses.extend(self.model.step(self._batch) for _ in range(steps)))
+
+        sample, peak = self.memory.running(train)
+        record = RunRecord(
+            losses=losses,
+            grad_norms=[self.model.grad_norm()],
+            seconds=sample.seconds,
+            traffic=None,
+            stall_s={},
+            gpu_peak_bytes=peak,
+            host_peak_bytes=memory.peak_rss_bytes(),
+        )
+        self.records.append(record)
+        return sample
+
+
+def random_batch(
+    vocabulary: int, rows: int, seq_len: int, device: torch.device | str, seed: int = 0
+) -> Batch:
+    """Rows of random tokens, each position trained on its successor."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary, (rows, seq_len + 1), generator=generator).to(device)
+    positions = torch.arange(seq_len, device=device).repeat(rows, 1)
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, rows * seq_len)
+
+
+def resident_losses(
+    config: RunConfig, steps: Sequence[Setting], known: list[KnownDrive], batch: Batch
+) -> list[float]:
+    """Losses of the same training from its begin, layers and layer inputs all on the device.
+
+    Args:
+        steps: the setting of each step, in order; its device budget does not matter.
+
+    Raises:
+        BudgetError: the device has no room for that.
+    """
+    everything = replace(config, tiers=replace(config.tiers, activations="gpu"))
+    kinds = {clip: Setting(gpu=EVERYTHING, clip_norm=clip) for clip in {step.clip_norm for step in steps}}
+    with TieredBench(everything, list(kinds.values()), known, batch) as bench:
+        cases = {case.setting.clip_norm: case for case in bench.cases}
+        for step in steps:
+            bench.step(cases[step.clip_norm])
+        return [loss for _, loss in bench.history]
+
+
+def check_device_memory(device: torch.device, need_bytes: int, what: str) -> None:
+    """Raises BudgetError: the GPU has not so much memory left."""
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if need_bytes > free_bytes:
+        raise BudgetError(
+            f"{what} need {format_bytes(need_bytes)} of device memory, and {format_bytes(free_bytes)} are "
+            "free beside the rest; choose a smaller shape or fewer layers, or leave that part out"
+        )
+
+
+def release_device_memory() -> None:
+    """Gives back what closed benches held on the GPU: their models refer to themselves in cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

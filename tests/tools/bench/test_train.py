@@ -1,0 +1,284 @@
+"""`tierstream bench train`: figures that agree with each other, refusals, and interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.storage_bench import StorageBench, everything_under
+
+from tierstream.engine import train_bench
+from tierstream.engine.bound import Rates
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.train_bench import Setting
+from tierstream.io.measure import Measurement
+from tierstream.tools.bench.result import figure, label_value
+from tierstream.tools.bench.training import case_name, difference, plots
+
+TINY = shlex.split("train --device cpu --rows 2 --seq-len 16 --steps 2 --rounds 2 --dtype float32")
+#: Parameters of the tiny shape that are multiplied with: see tests/engine/test_train_bench.py.
+PARAMETERS = 4 * (64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 176 + 2 * 64) + 1000 * 64 + 64
+TOKENS = 2 * 16
+CASES = ["tiered, clip 0.5", "tiered, no clipping", "resident"]
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> StorageBench:
+    """The command, on a machine whose processor needs no measuring."""
+    rates = Rates(flop_per_s=1e12, upload=None, update_parameters_per_s=1e9)
+    monkeypatch.setattr("tierstream.engine.machine.machine_rates", lambda *args: rates)
+    return StorageBench(capsys)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+def measured(bench: StorageBench, *args: str | Path) -> dict[str, Any]:
+    status, out, err = bench.run(*TINY, *args, "--json", "-")
+    assert (status, err) == (0, "")
+    plain: dict[str, Any] = json.loads(out)
+    return plain
+
+
+def test_figures_agree_with_each_other(bench: StorageBench) -> None:
+    plain = measured(bench, "--clip-norm", "0.5", "null", "--baseline", "resident", "--check", "true")
+    rates = {entry["run"]: entry["median"] for entry in plain["measurements"]}
+    rounds = {entry["run"]: entry["rates"] for entry in plain["measurements"]}
+    speed = {row["run"]: row for row in plain["details"]["speed"]}
+    assert [list(rates), list(speed)] == [CASES, CASES]
+    assert {entry["unit"] for entry in plain["measurements"]} == {"tokens/s"}
+    for name, row in speed.items():
+        assert row["step_s"] == pytest.approx(TOKENS / rates[name])
+        flop_per_token = 1e12 * row["tflop_per_s_8pt"] / rates[name]
+        assert flop_per_token == pytest.approx(8 * PARAMETERS)
+        assert row["tflop_per_s_6pt"] / row["tflop_per_s_8pt"] == pytest.approx(6 / 8)
+        assert row["ratio_to_resident"] == pytest.approx(rates[name] / rates["resident"])
+        if name == "resident":
+            assert row["bound_s"] is row["bound_resource"] is row["time_over_bound"] is None
+        else:
+            seconds = {"compute": 8 * PARAMETERS * TOKENS / 1e12, "update": PARAMETERS / 1e9}
+            assert row["bound_s"] == pytest.approx(max(seconds.values()))
+            assert row["bound_resource"] == max(seconds, key=seconds.__getitem__)
+            assert row["time_over_bound"] == pytest.approx(row["step_s"] / row["bound_s"])
+    for row in plain["details"]["memory"]:
+        assert row["gpu_peak_bytes"] is None
+        assert row["host_peak_bytes"] > 50e6
+    assert [row["run"] for row in plain["details"]["moved"]] == CASES[:2]
+    waits = plain["details"]["waits"]
+    assert {row["run"] for row in waits} == set(CASES[:2])
+    for row in waits:
+        assert 0 < row["percent"] <= 100
+        mean_step_s = statistics.mean(TOKENS / rate for rate in rounds[row["run"]])
+        assert 100 * row["wait_s"] / row["percent"] == pytest.approx(mean_step_s)
+    assert plain["notes"][0].startswith("4 layers: all ")
+    assert "losses are equal to the bit" in plain["notes"][0]
+
+
+def test_screen_json_and_report_say_the_same(bench: StorageBench, tmp_path: Path) -> None:
+    file, folder = tmp_path / "result.json", tmp_path / "report"
+    status, out, err = bench.run(*TINY, "--baseline", "resident", "--json", file, "--report", folder)
+    assert (status, err) == (0, "")
+    plain = json.loads(file.read_text())
+    assert json.loads((folder / "result.json").read_text()) == plain
+    assert sorted(path.name for path in folder.iterdir()) == ["plot-speed.png", "report.html", "result.json"]
+    page = (folder / "report.html").read_text()
+    printed = [line.split() for line in out.splitlines()]
+    for entry in plain["measurements"]:
+        assert [entry["run"], figure(entry["median"] / 1e3)] in [line[:2] for line in printed]
+    for name, rows in plain["details"].items():
+        for row in rows:
+            values = [value for value in row.values() if value is not None]
+            texts = [
+                figure(value) if isinstance(value, float) else label_value(key, value)
+                for key, value in row.items()
+                if value is not None
+            ]
+            line = " ".join(texts).split()
+            assert any(line == [word for word in words if word != "-"] for words in printed), (name, values)
+            assert all(text in page for text in texts)
+
+
+def test_depths_are_measured_one_after_the_other(bench: StorageBench, tmp_path: Path) -> None:
+    plain = measured(
+        bench, "--layers", "1", "3", "--baseline", "resident", "--check", "true", "--report", tmp_path / "r"
+    )
+    names = [(entry["run"], entry["layers"]) for entry in plain["measurements"]]
+    assert names == [("tiered", 1), ("resident", 1), ("tiered", 3), ("resident", 3)]
+    assert [note.split(":")[0] for note in plain["notes"][:2]] == ["1 layers", "3 layers"]
+    one, three = plain["details"]["memory"][::2]
+    layer_bytes = 4 * (PARAMETERS - 1000 * 64 - 64) // 4
+    # Weights and moments of two layers more (and padding); a second slot and a second sum on the device.
+    assert three["state_bytes"] - one["state_bytes"] == pytest.approx(2 * 3 * layer_bytes, rel=0.03)
+    assert 2 * layer_bytes < three["gpu_buffer_bytes"] - one["gpu_buffer_bytes"] < 2.2 * layer_bytes
+
+
+def test_plots_of_depths_are_of_speed_times_layers_and_of_memory() -> None:
+    found = [
+        Measurement({"run": "tiered", "layers": layers, "gpu_peak_bytes": 10**9}, "tokens", (8.0,), 0.0)
+        for layers in (1, 2)
+    ]
+    speed, memory = plots(found)
+    assert (speed.x, speed.times, speed.y) == ("layers", "layers", None)
+    assert (memory.x, memory.y) == ("layers", "gpu_peak_bytes")
+    assert [plot.x for plot in plots(found[:1])] == ["run"]
+
+
+def test_state_on_drives_goes_when_it_ends(bench: StorageBench, drive: Path) -> None:
+    (drive / "precious").write_text("not ours")
+    (drive / "tierstream-state").mkdir()
+    (drive / "tierstream-state" / "of a run").write_text("not ours either")
+    before = everything_under(drive)
+    plain = measured(bench, "--nvme-dirs", str(drive), "--dram", "1MiB", "--check", "true")
+    (row,) = plain["details"]["moved"]
+    assert row["nvme_read_bytes"] > 0
+    assert row["nvme_written_bytes"] > 0
+    assert plain["details"]["memory"][0]["dram_bytes"] <= 1 << 20
+    assert everything_under(drive) == before
+    assert len(os.listdir(drive)) == 2
+
+
+def test_a_loss_that_differs_is_said_and_is_a_failure(
+    bench: StorageBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = train_bench.resident_losses
+
+    def wrong(*args: Any) -> list[float]:
+        losses = true(*args)
+        losses[3] += 1e-9
+        return losses
+
+    monkeypatch.setattr(train_bench, "resident_losses", wrong)
+    status, out, err = bench.run(*TINY, "--check", "true", "--json", "-")
+    assert (status, err) == (1, "")
+    assert json.loads(out)["notes"][0].startswith("4 layers: the loss of step 4 is ")
+
+
+def test_difference_is_of_bits() -> None:
+    assert difference([1.0, 2.0], [1.0, 2.0]) == ""
+    assert "step 2" in difference([1.0, 0.0], [1.0, -0.0])
+    assert difference([float("nan")], [float("nan")]) == ""
+
+
+def test_names_say_what_differs() -> None:
+    settings = [Setting(gpu=gpu, clip_norm=0.5) for gpu in (None, ByteSize("8GiB"))]
+    assert [case_name(each, settings) for each in settings] == [
+        "tiered, GPU two layers", "tiered, GPU 8 GiB",
+    ]  # fmt: skip
+    assert case_name(settings[0], settings[:1]) == "tiered"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--shape", "qwen3"], ['--shape is "qwen3"', "qwen2.5-3b"]),
+        (["--layers", "4", "0"], ["--layers is 0"]),
+        (["--layers", "4", "4"], ["--layers must have at least one value, each of them once"]),
+        (["--clip-norm", "-1"], ["clip_norm is -1"]),
+        (["--steps", "0"], ["--steps is 0"]),
+        (["--rows-per-chunk", "3"], ["rows_per_chunk is 3", "between 1 and"]),
+        (["--seq-len", "1"], ["seq_len is 1"]),
+        (["--device", "gpu"], ["device is 'gpu'"]),
+        (["--baseline", "deepspeed"], ['--baseline is "deepspeed"', "resident"]),
+        (["--dram", "1MiB"], ["the state needs", "1.00 MiB", "nvme_dirs"]),
+        (["--gpu", "64KiB"], ["tiers.gpu is 64.00 KiB", "two layers"]),
+        (["--nvme-dirs", "/absent"], ["/absent"]),
+        (["--profile", "/absent/machine.json"], ["/absent/machine.json"]),
+    ],
+)
+def test_mistakes_get_one_message(bench: StorageBench, args: list[str], said: list[str]) -> None:
+    bench.refused(*TINY, *args, said=said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_it_says_what_to_do(bench: StorageBench, drive: Path) -> None:
+    bench.refused("train", "--nvme-dirs", drive, said=["--device is cuda", "nvidia-smi", "--device cpu"])
+    assert os.listdir(drive) == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from tierstream.tools.cli import main\n"
+        "try:\n"
+        "    main(['bench', 'train', '--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'matplotlib', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+#: Moment -> code that prints "running" when it has come.
+MOMENTS = {
+    "the state is filled": """
+from tierstream.engine import initialise
+draw = initialise._draw
+def running(*args):
+    print("running", flush=True)
+    while True:
+        draw(*args)
+initialise._draw = running
+""",
+    "steps": """
+from tierstream.engine.train_bench import TieredBench
+run = TieredBench.run
+def running(self, case, steps):
+    print("running", flush=True)
+    return run(self, case, 1000000)
+TieredBench.run = running
+""",
+}
+LAUNCH = "\nimport sys\nfrom tierstream.tools.cli import main\nsys.exit(main())\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_interrupt_leaves_nothing(
+    drive: Path, moment: str, signum: signal.Signals, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    temporary = tmp_path_factory.mktemp("tmp")
+    args = ["bench", *TINY, "--nvme-dirs", str(drive), "--dram", "1MiB", "--json", str(drive.parent / "x")]
+    with subprocess.Popen(
+        [sys.executable, "-c", MOMENTS[moment] + LAUNCH, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        time.sleep(0.3)
+        assert os.listdir(drive) != []
+        process.send_signal(signum)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "tierstream: interrupted\n")
+    assert os.listdir(drive) == []
+    assert os.listdir(temporary) == []
+    assert os.listdir(drive.parent) == ["drive"]
+
+
+@pytest.mark.gpu
+def test_on_cuda(bench: StorageBench, drive: Path) -> None:
+    args = shlex.split("train --rows 4 --seq-len 128 --rounds 2 --baseline resident --check true")
+    status, out, err = bench.run(
+        *args, "--clip-norm", "1.0", "null", "--nvme-dirs", drive, "--dram", "2MiB", "--json", "-"
+    )
+    assert (status, err) == (0, ""), err
+    plain = json.loads(out)
+    assert all(0 < entry["gpu_peak_bytes"] < 1 << 30 for entry in plain["measurements"])
+    assert os.listdir(drive) == []
