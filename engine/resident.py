@@ -36,12 +36,19 @@ class ResidentModel:
         config: the architecture.
         read: where the weights come from; called now, one tensor at a time.
         loss_chunk_tokens: tokens whose logits exist at once.
+        prepare: may put other kernels into the model.
     """
 
     def __init__(
-        self, config: ModelConfig, read: ReadRange, device: torch.device, loss_chunk_tokens: int
+        self,
+        config: ModelConfig,
+        read: ReadRange,
+        device: torch.device,
+        loss_chunk_tokens: int,
+        prepare: Callable[[Any], None],
     ) -> None:
         model, _ = build_meta_model(config)
+        prepare(model)
         units = find_units(model)
         self._parameters: dict[str, nn.Parameter] = {}
         self._gradients: dict[str, torch.Tensor] = {}

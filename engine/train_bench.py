@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -118,15 +118,21 @@ class TieredBench:
         config: `tiers.gpu` and `optimizer.clip_norm` are replaced by those of the settings.
         known: of `tiers.nvme_dirs`, in order.
         batch: trained on at every step.
+        prepare: may put other kernels into a model that was just built.
 
     Raises:
         BudgetError, StorageError: a tier that cannot hold what it must.
     """
 
     def __init__(
-        self, config: RunConfig, settings: Sequence[Setting], known: list[KnownDrive], batch: Batch
+        self,
+        config: RunConfig,
+        settings: Sequence[Setting],
+        known: list[KnownDrive],
+        batch: Batch,
+        prepare: Callable[[Any], None] = lambda model: None,
     ) -> None:
-        self.config, self._batch = config, batch
+        self.config, self.prepare, self._batch = config, prepare, batch
         self.history: list[tuple[Setting, float]] = []
         """Setting and loss of every step, in order."""
         self._last: TieredCase | None = None
@@ -170,6 +176,7 @@ class TieredBench:
         device = Device(config.train.device)
         parts.callback(device.close)
         model, _ = build_meta_model(config.model)
+        self.prepare(model)
         materialise_buffers(model, None, device.torch_device)
         memory = GpuMemory(device.torch_device)
 
@@ -254,7 +261,11 @@ class ResidentCase:
         check_device_memory(device, need_bytes, "weights and gradients of the resident baseline")
         self.model = self.memory.building(
             lambda: ResidentModel(
-                config.model, bench.store.read_range, device, config.train.loss_chunk_tokens
+                config.model,
+                bench.store.read_range,
+                device,
+                config.train.loss_chunk_tokens,
+                bench.prepare,
             )
         )
 
@@ -296,7 +307,11 @@ def random_batch(
 
 
 def resident_losses(
-    config: RunConfig, steps: Sequence[Setting], known: list[KnownDrive], batch: Batch
+    config: RunConfig,
+    steps: Sequence[Setting],
+    known: list[KnownDrive],
+    batch: Batch,
+    prepare: Callable[[Any], None] = lambda model: None,
 ) -> list[float]:
     """Losses of the same training from its begin, layers and layer inputs all on the device.
 
@@ -308,7 +323,7 @@ def resident_losses(
     """
     everything = replace(config, tiers=replace(config.tiers, activations="gpu"))
     kinds = {clip: Setting(gpu=EVERYTHING, clip_norm=clip) for clip in {step.clip_norm for step in steps}}
-    with TieredBench(everything, list(kinds.values()), known, batch) as bench:
+    with TieredBench(everything, list(kinds.values()), known, batch, prepare) as bench:
         cases = {case.setting.clip_norm: case for case in bench.cases}
         for step in steps:
             bench.step(cases[step.clip_norm])

@@ -221,6 +221,31 @@ def test_bytes_of_a_drive_are_the_counters_of_the_store(benches: Benches) -> Non
         assert 0 < bound.nvme_read_bytes <= moved[0] / 2
 
 
+def test_other_kernels_go_into_every_model(benches: Benches) -> None:
+    """Into those of all settings, of the plain training and of the comparison; weights stay the same."""
+    prepared: list[Any] = []
+
+    def halve(model: Any) -> None:
+        prepared.append(model)
+        for layer in model.get_decoder().layers:
+            mlp = layer.mlp.forward
+            layer.mlp.forward = lambda x, mlp=mlp: 0.5 * mlp(x)
+
+    config = benches.config()
+    with benches.opened(FREE) as plain:
+        plain.step(plain.cases[0])
+    with TieredBench(config, [FREE, CLIPPED], [], benches.batch, halve) as bench:
+        resident = ResidentCase(bench, benches.batch)
+        bench.step(bench.cases[0])
+        bench.step(bench.cases[1])
+        losses = [loss for _, loss in bench.history]
+        assert resident.model.step(benches.batch) == pytest.approx(losses[0], rel=1e-6)
+    assert losses[0] != plain.history[0][1]
+    assert len(prepared) == 3
+    assert resident_losses(config, [FREE, CLIPPED], [], benches.batch, halve) == losses
+    assert len({id(model) for model in prepared}) == 5
+
+
 def test_what_was_made_is_closed_when_the_rest_fails(
     benches: Benches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from tierstream.engine import fused
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
@@ -85,6 +86,9 @@ class TrainBenchOptions(OutputOptions):
     """Where layers are computed: cuda, cuda:1, cpu."""
     deterministic: bool = True
     """Only deterministic kernels, as in training; for the baseline too."""
+    kernels: Literal["plain", "liger"] = "plain"
+    """Element-wise kernels of the layers, of the baseline too: the model's own, or the fused ones of Liger,
+    which must be installed."""
     baseline: Literal["resident"] | None = None
     """What is run beside; null: nothing."""
     check: bool = False
@@ -139,6 +143,9 @@ def main(args: Sequence[str]) -> int:
         folder = stack.enter_context(TemporaryDirectory(prefix="tierstream-bench-"))
         options.run_config(folder, options.nvme_dirs)  # what is wrong is said before anything is made
         _check_device(options.device)
+        if options.kernels == "liger":
+            _check_liger(options.device)
+            stack.enter_context(fused.fused_rotary_embedding())
         check_directories((path, 0) for path in options.nvme_dirs or [])
         scratch = [stack.enter_context(ScratchFolder(path)).path for path in options.nvme_dirs or []]
         stack.enter_context(_device_memory_errors())
@@ -192,6 +199,11 @@ class _Bench:
         batch = random_batch(vocabulary, options.rows, options.seq_len, device.torch_device)
         return cls(options, config, known, rates, batch)
 
+    def fuse(self, model: Any) -> None:
+        """Gives the model the kernels that were asked for."""
+        if self.options.kernels == "liger":
+            fused.fuse_layers(model)
+
     def measure(self, layers: int) -> None:
         """All cases at this depth."""
         from tierstream.engine.train_bench import release_device_memory
@@ -215,7 +227,7 @@ class _Bench:
             Setting(gpu=gpu, clip_norm=clip)
             for gpu, clip in itertools.product(budgets, options.clip_norm or [None])
         ]
-        with TieredBench(self.config, settings, self.known, self.batch) as bench:
+        with TieredBench(self.config, settings, self.known, self.batch, self.fuse) as bench:
             resident = ResidentCase(bench, self.batch) if options.baseline else None
             labels: list[Labels] = [
                 {"run": case_name(setting, settings), "layers": layers} for setting in settings
@@ -242,7 +254,8 @@ class _Bench:
         from tierstream.engine.train_bench import resident_losses
         from tierstream.tools.bench.training import difference
 
-        losses = resident_losses(self.config, [setting for setting, _ in history], self.known, self.batch)
+        steps = [setting for setting, _ in history]
+        losses = resident_losses(self.config, steps, self.known, self.batch, self.fuse)
         found = difference([loss for _, loss in history], losses)
         self.equal = self.equal and not found
         said = (
@@ -252,7 +265,18 @@ class _Bench:
 
 
 def _title(options: TrainBenchOptions) -> str:
-    return f"Training {options.shape} on {options.device}, {options.rows} x {options.seq_len} tokens a step"
+    kernels = "" if options.kernels == "plain" else f", kernels of {options.kernels}"
+    tokens = f"{options.rows} x {options.seq_len} tokens a step"
+    return f"Training {options.shape} on {options.device}, {tokens}{kernels}"
+
+
+def _check_liger(device: str) -> None:
+    """Raises ConfigError: its kernels cannot be used."""
+    problem = fused.liger_problem() if device.startswith("cuda") else f"they do not run on --device {device}"
+    if problem:
+        raise ConfigError(
+            f"--kernels liger: {problem}; install liger-kernel, or measure with --kernels plain"
+        )
 
 
 def _check_device(name: str) -> None:
