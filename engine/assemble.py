@@ -16,7 +16,7 @@ from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive
 from tierstream.engine.meta_model import materialise_buffers
 from tierstream.engine.metrics import DriveTotals
-from tierstream.engine.plan import Plan
+from tierstream.engine.plan import STATE_FOLDER, Plan
 from tierstream.engine.runtime import Runtime
 from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.state import PlaneWriter
@@ -30,9 +30,6 @@ from tierstream.tiered.layout import Layout
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.store import Directory, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
-
-#: Folder that a run makes in each of `tiers.nvme_dirs`; nothing else there is touched.
-STATE_FOLDER = "tierstream-state"
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,11 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     if config.checkpoint.every_steps is not None or config.checkpoint.at_end:
         saves = 1 if config.checkpoint.every_steps is None else config.checkpoint.keep + 1
     checkpoints = (os.path.abspath(run_dir), saves * plan.durable_bytes)
-    roots = [os.path.abspath(name) for name in config.tiers.nvme_dirs or []]
+    roots = [os.path.realpath(name) for name in config.tiers.nvme_dirs or []]
+    for inner in roots:
+        for outer in roots:
+            if inner != outer and os.path.commonpath([inner, outer]) == outer:
+                raise ConfigError(f"tiers.nvme_dirs: {inner} lies in {outer}; name one of them, or another")
     state_bytes = plan.nvme_bytes + plan.spill_bytes
     if len(roots) < 2:
         drives.check_directories([*((root, state_bytes) for root in roots), checkpoints])

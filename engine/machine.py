@@ -50,6 +50,21 @@ def load_profile(tiers: TiersConfig) -> MachineProfile:
     return MachineProfile() if tiers.profile is None else MachineProfile.load(tiers.profile)
 
 
+def explain_profile(tiers: TiersConfig, profile: MachineProfile) -> list[str]:
+    """What of the profile is used here and what is not, for people."""
+    if tiers.profile is None:
+        return []
+    if profile.cpu != probes.cpu_model():
+        there, here = profile.cpu, probes.cpu_model()
+        return [f"{tiers.profile} is of another machine ({there}; this is {here}): measured now"]
+    backend, lines = resolve_backend(tiers.backend), []
+    for directory in tiers.nvme_dirs or []:
+        known = profile.drive_for(directory, backend)
+        state = f"as of {profile.measured}" if known else f"not in it by way of {backend}: measured now"
+        lines.append(f"{tiers.profile}: {directory} {state}")
+    return lines
+
+
 def known_drives(tiers: TiersConfig, profile: MachineProfile) -> list[KnownDrive]:
     """Tuning, rates and weight of every directory of the run; drives that the profile does not know are
     measured, each once.
@@ -61,6 +76,8 @@ def known_drives(tiers: TiersConfig, profile: MachineProfile) -> list[KnownDrive
         StorageError: a drive fails.
     """
     backend = resolve_backend(tiers.backend)
+    if profile.cpu != probes.cpu_model():  # device numbers mean something else on another machine
+        profile = MachineProfile()
     directories = tiers.nvme_dirs or []
     devices = [drive_identity(directory)[0] for directory in directories]
     found: dict[str, DriveProfile | None] = {}

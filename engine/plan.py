@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tierstream.engine.optimizer import OptimizerConfig
     from tierstream.engine.units import ModelUnits
 
+#: Folder that a run makes in each of `tiers.nvme_dirs`; nothing else there is touched.
+STATE_FOLDER = "tierstream-state"
 #: A page is at most this large: beyond it a drive and a link gain nothing.
 _PAGE_MAX_BYTES = 16 << 20
 #: And a DRAM budget smaller than the state holds at least this many pages, so that eviction has a choice.

@@ -17,17 +17,18 @@ from tierstream.io.drives import Drive
 from tierstream.io.measure import Case, Labels, Sample
 from tierstream.io.scratch import incompressible, stamp
 from tierstream.io.workload import cached_note, storage_bytes
-from tierstream.tiered.layout import Layout, Page, PlaneSpec, Unit, pack_unit
+from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout, Page, PlaneSpec, Unit, pack_unit
 from tierstream.tiered.store import Intent, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
 
 #: What the split master keeps per parameter: 12 bytes.
 _PLANES = {"weight": "bfloat16", "master_low": "uint16", "exp_avg": "float32", "exp_avg_sq": "float32"}
-_BYTES_PER_PARAMETER = 12
-_UNITS = 8
-#: DRAM of the store, in pages: little, so that next to nothing is found there, yet as many as a run must
-#: have.
-_FRAMES = 32
+_PAGES_PER_WEIGHT_PAGE = 6
+_UNITS_MAX = 8
+#: A state of fewer weight pages would fit in any DRAM that can hold what a granule needs; pages shrink first.
+_WEIGHT_PAGES_MIN = 4
+#: DRAM of the store, in pages: little, so that next to nothing is found there; at most half the state.
+_FRAMES_MAX = 32
 
 Pass = Literal["stream", "update"]
 
@@ -38,9 +39,10 @@ class StreamedStore:
     Args:
         drives: where the chunk files go.
         state_bytes: bytes of all planes, about.
-        page_bytes: size of a page, and of every chunk file.
+        page_bytes: size of a page at most, and a multiple of 4096; a small state has smaller ones.
 
     Attributes:
+        page_bytes: size of a page, and of every chunk file.
         paths: the chunk files, in the order of the pass "stream". Others may write them: nothing of what they
             hold is looked at.
 
@@ -49,11 +51,12 @@ class StreamedStore:
     """
 
     def __init__(self, drives: Sequence[Drive], *, state_bytes: int, page_bytes: int) -> None:
+        self.page_bytes = page_bytes = fitting_page_bytes(state_bytes, page_bytes)
         self.units, self.layout = _layout(state_bytes, page_bytes)
         directory = ZarrDirectory.create(drives, self.layout, {}, readback="off")
         pages = [page for key in self.layout.planes for page in self.layout.pages(*key)]
         self.paths = [directory.path(page) for page in pages]
-        dram_bytes = _FRAMES * page_bytes
+        dram_bytes = min(_FRAMES_MAX, len(pages) // 2) * page_bytes
         try:
             self.store = Store(
                 self.layout,
@@ -114,13 +117,31 @@ class StreamedStore:
         self.store.close()
 
 
+def stored_bytes(state_bytes: int, page_bytes: int) -> int:
+    """Bytes of the chunk files of a `StreamedStore` of about `state_bytes`."""
+    page_bytes = fitting_page_bytes(state_bytes, page_bytes)
+    return sum(_weight_pages(state_bytes, page_bytes)) * _PAGES_PER_WEIGHT_PAGE * page_bytes
+
+
+def fitting_page_bytes(state_bytes: int, page_bytes: int) -> int:
+    """The page size of a `StreamedStore`."""
+    largest = state_bytes // (_WEIGHT_PAGES_MIN * _PAGES_PER_WEIGHT_PAGE)
+    return max(PAGE_ALIGN_BYTES, min(page_bytes, largest // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES))
+
+
+def _weight_pages(state_bytes: int, page_bytes: int) -> list[int]:
+    """Pages of each unit's weight plane. Whole pages: the tail pages of a model with large layers weigh next
+    to nothing.
+    """
+    pages = max(_WEIGHT_PAGES_MIN, round(state_bytes / (_PAGES_PER_WEIGHT_PAGE * page_bytes)))
+    units = min(_UNITS_MAX, pages)
+    return [pages // units + (index < pages % units) for index in range(units)]
+
+
 def _layout(state_bytes: int, page_bytes: int) -> tuple[list[Unit], Layout]:
-    # A weight plane of whole pages: the tail pages of a model with large layers weigh next to nothing.
-    per_page = page_bytes // 2
-    pages = max(1, round(state_bytes / (_BYTES_PER_PARAMETER * per_page * _UNITS)))
     units = [
-        pack_unit(f"layers.{index}", "bfloat16", [("weight", (pages * per_page,), True)])
-        for index in range(_UNITS)
+        pack_unit(f"layers.{index}", "bfloat16", [("weight", (pages * page_bytes // 2,), True)])
+        for index, pages in enumerate(_weight_pages(state_bytes, page_bytes))
     ]
     planes = {
         (unit.name, plane): PlaneSpec(unit.name, plane, dtype, unit.numel, True)
@@ -128,4 +149,3 @@ def _layout(state_bytes: int, page_bytes: int) -> tuple[list[Unit], Layout]:
         for plane, dtype in _PLANES.items()
     }
     return units, Layout(page_bytes, planes)
-

@@ -20,7 +20,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, open_rows
 from tierstream.engine.device import Device
-from tierstream.engine.machine import KnownDrive, known_drives, load_profile, machine_rates
+from tierstream.engine.machine import KnownDrive, explain_profile, known_drives, load_profile, machine_rates
 from tierstream.engine.meta_model import build_meta_model
 from tierstream.engine.metrics import (
     DrivePlan,
@@ -148,6 +148,8 @@ class _Run:
             config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed
         )
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
+        for line in explain_profile(config.tiers, profile):
+            observer.on_event(line)
         known = known_drives(config.tiers, profile)
         tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]}, known, paths)
         if tier is not None:

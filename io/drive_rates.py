@@ -92,7 +92,7 @@ class DriveTarget:
         return self._paths[key]
 
     def run(self, setting: Setting, amount_bytes: int) -> Sample:
-        """Moves about `amount_bytes`, at least four blocks per request under way.
+        """Moves about `amount_bytes`, at least two blocks per request under way.
 
         What is read through the page cache is dropped from it before; what is written is on the drive in the
         end (fsync).
@@ -107,7 +107,7 @@ class DriveTarget:
                 f"{self.paths[0]} has {self.file_bytes} bytes, less than one block of {tuning.task_bytes}: "
                 "choose smaller blocks or a larger file"
             )
-        count = max(4 * tuning.queue_depth, amount_bytes // tuning.task_bytes)
+        count = max(2 * tuning.queue_depth, amount_bytes // tuning.task_bytes)
         count += count % 2  # "mixed" is half and half
         start, self._position = self._position, self._position + count
         requests = list(

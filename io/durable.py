@@ -35,13 +35,16 @@ REMOVING_SUFFIX = ".removing"
 
 
 def write_file(path: PathLike, data: bytes) -> None:
-    """Replaces or makes the file `path`. After an error or a crash it holds either what it held before or
-    `data`.
+    """Replaces or makes the file `path`, or the one that it is a symbolic link to. After an error or a crash
+    it holds either what it held before or `data`.
 
     Raises:
-        StorageError: a step failed; no temporary file is left behind.
+        StorageError: a step failed, or something else than a regular file has this name, such as a device; no
+            temporary file is left behind.
     """
-    target = os.fspath(path)
+    target = os.path.realpath(path)
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise StorageError("writing", target, detail="it is not a regular file: name another")
     directory, name = os.path.split(target)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -22,6 +22,7 @@ from tierstream.io.measure import measure
 from tierstream.io.scratch import ScratchFolder
 
 FORMAT = 1
+THREADS_MAX = 1024
 _QUICK_FILE_BYTES = 64 << 20
 #: Requests under way in a quick measurement: enough for any drive, and 32 MiB of memory.
 _QUICK_QUEUE_DEPTH = 8
@@ -98,7 +99,7 @@ class MachineProfile:
             return _section(cls, {**_without_format(plain), "drives": drives})
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{name} is not a machine profile ({error}): write it anew with "
+                f"{name} is not a machine profile ({error}): remove it, and write it anew with "
                 f"`tierstream bench --profile {name} DIRECTORY...`"
             ) from error
 
@@ -179,4 +180,6 @@ def _section(cls: type[_Section], plain: Mapping[str, Any]) -> _Section:
         positive = isinstance(plain[key], int | float) and plain[key] > 0
         if kind in ("float", "int") and not positive:
             raise ValueError(f"{key} is {plain[key]!r}, not a positive number")
+        if key == "threads" and plain[key] > THREADS_MAX:
+            raise ValueError(f"{key} is {plain[key]}, more than {THREADS_MAX}")
     return cls(**plain)

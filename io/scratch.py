@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from concurrent.futures import Future
-from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
@@ -33,13 +32,16 @@ class ScratchFolder:
 
     What a killed process left there is removed when the next folder is made: its lock is free.
 
+    Attributes:
+        neighbours: folders of other processes that are at work in the same directory.
+
     Raises:
         StorageError: the directory cannot be written.
     """
 
     def __init__(self, directory: PathLike) -> None:
         self.directory = os.path.abspath(directory)
-        _remove_dead(self.directory)
+        self.neighbours = _remove_dead(self.directory)
         self.path = os.path.join(self.directory, _PREFIX + secrets.token_hex(6))
         with storage_errors("creating", self.path):
             seam.current().mkdir(self.path)
@@ -148,10 +150,15 @@ def forget_cached(path: str) -> None:
             calls.close(fd)
 
 
-def _remove_dead(directory: str) -> None:
+def _remove_dead(directory: str) -> int:
+    """The number of those that are alive."""
+    alive = 0
     with storage_errors("looking into", directory):
         paths = [entry.path for entry in seam.current().scandir(directory) if entry.name.startswith(_PREFIX)]
     for path in paths:
-        # An owner that is alive holds the lock, or has just removed the folder.
-        with suppress(StorageError), DirectoryLock(path):
-            remove_tree(path)
+        try:
+            with DirectoryLock(path):
+                remove_tree(path)
+        except StorageError:  # its owner holds the lock, or has just removed the folder
+            alive += os.path.exists(path)
+    return alive

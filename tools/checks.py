@@ -39,6 +39,8 @@ _OPEN_FILES_MIN = 1024
 _PIN_BYTES = 64 << 20
 #: The first GPUs whose matrix units know bfloat16.
 _BF16_CAPABILITY = (8, 0)
+#: A drive with less free space holds no state worth a drive.
+_FREE_BYTES_MIN = 1 << 30
 
 
 class Status(StrEnum):
@@ -309,6 +311,8 @@ def _device_texts(device: probes.BlockDevice | None) -> Iterator[str]:
 
 
 def _drive_remedy(info: DirectoryInfo, device: probes.BlockDevice | None) -> str:
+    if info.free_bytes < _FREE_BYTES_MIN:
+        return "hardly any space is left: free some, or name a directory on another drive"
     if info.in_memory:
         return "files here take DRAM, not a drive: name a directory on an NVMe drive"
     if device is not None and any(map(_is_hard_disk, device.disks)):

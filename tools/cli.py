@@ -26,7 +26,7 @@ COMMANDS = {
     "inspect": "RUN_OR_CHECKPOINT     what a run or a checkpoint holds",
     "verify": "RUN_OR_CHECKPOINT     check every byte of a checkpoint",
     "export": "RUN_OR_CHECKPOINT OUT write a model directory for transformers",
-    "bench": "copy|adam             what this machine gives",
+    "bench": "storage|copy|adam|... what this machine gives",
     "doctor": "[DIRECTORY ...]       whether it will run well on this machine",
 }
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_open_files()
     try:
         status = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        _flush()
         return status
     except TierstreamError as error:
         return _fail(str(error), error.exit_status)
@@ -85,14 +85,19 @@ def _usage() -> str:
     return "\n".join(lines)
 
 
+def _flush() -> None:
+    if sys.stdout is not None:  # closed: `tierstream ... >&-`
+        sys.stdout.flush()
+
+
 def _fail(message: str, status: int) -> int:
-    sys.stdout.flush()
+    _flush()
     print(f"tierstream: error: {message}", file=sys.stderr)
     return status
 
 
 def _bug() -> int:
-    sys.stdout.flush()
+    _flush()
     traceback.print_exc()
     print(
         "tierstream: this is a bug in tierstream; please report it with the traceback above", file=sys.stderr

@@ -136,6 +136,8 @@ def _given(texts: list[str], leaf: Leaf) -> Given:
     lists = [member for member in _members(leaf.hint) if get_origin(member) is list]
     if lists and texts != ["null"]:
         (item_hint,) = get_args(lists[0])
+        if len(texts) == 1 and texts[0].startswith("[") and texts[0].endswith("]"):  # as in a run file
+            texts = [text.strip().strip("'\"") for text in texts[0][1:-1].split(",") if text.strip()]
         return Given([_meaning(text, item_hint) for text in texts], where)
     if len(texts) != 1:
         raise ConfigError(f"{where} takes one value, got {len(texts)}: {' '.join(texts)}".rstrip(": "))

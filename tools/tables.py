@@ -162,14 +162,14 @@ def _limit(nbytes: int | None) -> str:
     return "-" if nbytes is None else format_bytes(nbytes)
 
 
-def count(value: float) -> str:
-    """At most three significant digits, with k, M, G or T: 12345 gives "12.3k"."""
+def count(value: float, gap: str = "") -> str:
+    """At most three significant digits, with k, M, G or T after the gap: 12345 gives "12.3k"."""
     suffixes = iter(("", "k", "M", "G", "T"))
     suffix = next(suffixes)
     while abs(value) >= 999.5 and suffix != "T":
         value, suffix = value / 1000, next(suffixes)
     text = f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
-    return (text if suffix else f"{value:.3g}") + suffix
+    return (text if suffix else f"{value:.3g}") + gap + suffix
 
 
 def _longest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -59,7 +59,8 @@ def test_a_drive_is_measured_once_and_its_rate_shared(tmp_path: Path, measured: 
 
 def test_the_profile_spares_measuring_and_tunes(tmp_path: Path, measured: list[Any]) -> None:
     device, filesystem = drive_identity(tmp_path)
-    mine = MachineProfile(drives=(replace(drive("/x", device), filesystem=filesystem),))
+    known_drive = replace(drive("/x", device), filesystem=filesystem)
+    mine = MachineProfile(cpu=probes.cpu_model(), drives=(known_drive,))
     tiers = TiersConfig(nvme_dirs=[str(tmp_path)], backend="posix")
     (found,) = known_drives(tiers, mine)
     assert measured == []

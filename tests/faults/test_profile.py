@@ -5,6 +5,7 @@ the corpus is read. And what the plan says of the bytes that a run will write.
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,3 +216,39 @@ def test_the_plan_of_a_run_in_dram_wears_no_drive(
     config = make_run(tmp_path, steps=1)
     config.checkpoint.at_end = False
     assert "GB per step" not in command.train(config)[1]
+
+
+class Events(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_event(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_run_says_what_it_takes_from_the_profile(config: RunConfig, tmp_path: Path) -> None:
+    (drive,) = config.tiers.nvme_dirs or []
+    file = tmp_path / "machine.json"
+    config.tiers.profile = str(file)
+    said = []
+    mine = profile_of(Path(drive))
+    for profile in (mine, replace(mine, drives=()), replace(mine, cpu="Another CPU")):
+        profile.save(file)
+        observer = Events()
+        shutil.rmtree(config.run_dir, ignore_errors=True)
+        Trainer(config, observer).run()
+        said.append([line for line in observer.lines if line.startswith(str(file))])
+    assert said == [
+        [f"{file}: {drive} as of 2026-01-02T03:04:05+00:00"],
+        [f"{file}: {drive} not in it by way of posix: measured now"],
+        [f"{file} is of another machine (Another CPU; this is {probes.cpu_model()}): measured now"],
+    ]
+
+
+def test_a_drive_inside_another_is_refused(command: Command, config: RunConfig) -> None:
+    (drive,) = config.tiers.nvme_dirs or []
+    inner = Path(drive) / "inner"
+    inner.mkdir()
+    config.tiers.nvme_dirs = [drive, str(inner)]
+    command.refused_train(config, said=[f"{inner} lies in {drive}", "name one of them"])
+    nothing_is_half_made(config)

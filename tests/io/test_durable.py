@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -353,3 +354,18 @@ def test_the_power_cut_shows_a_forgotten_sync(tmp_path: Path, forgotten: str) ->
             after = (place / "state.json").read_bytes()
             bad += after not in (OLD, NEW) or (finished and after != NEW)
     assert bad > 0
+
+
+def test_a_link_is_followed_and_what_is_no_file_is_let_alone(tmp_path: Path) -> None:
+    """Renaming onto a device would take it away from the whole system."""
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_bytes(OLD)
+    link.symlink_to(target)
+    write_file(link, NEW)
+    assert link.is_symlink()
+    assert target.read_bytes() == NEW
+    os.mkfifo(pipe)
+    with pytest.raises(StorageError, match="it is not a regular file: name another"):
+        write_file(pipe, NEW)
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "target"]

@@ -60,6 +60,11 @@ def test_null_takes_a_value_back() -> None:
     assert boat("--name", "null").name == "null"
 
 
+@pytest.mark.parametrize("typed", [["[a, b]"], ["['a', \"b\"]"], ["a", "b"]])
+def test_a_list_may_be_typed_as_in_a_file(typed: list[str]) -> None:
+    assert boat("--tanks.names", *typed).tanks.names == ["a", "b"]
+
+
 def test_a_list_may_be_empty() -> None:
     assert boat("--tanks.names").tanks.names == []
 

@@ -55,13 +55,16 @@ def _usage() -> str:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM (a scheduler, a container that stops) ends a benchmark as Ctrl-C does: nothing stays behind."""
+    """SIGTERM (a scheduler, a container that stops) and SIGHUP (a terminal that goes) end a benchmark as
+    Ctrl-C does: nothing stays behind.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

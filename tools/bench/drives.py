@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.streaming import StreamedStore
+from tierstream.engine.plan import STATE_FOLDER
+from tierstream.engine.streaming import StreamedStore, stored_bytes
 from tierstream.io.backend import Buffer, TransferPath, open_backend
 from tierstream.io.drive_rates import ACCESSES, BackendKind, BufferKind, DriveTarget, Setting, Tuning
-from tierstream.io.drives import Drive, check_directories
-from tierstream.io.errors import ConfigError
+from tierstream.io.drives import DirectoryLock, Drive, check_directories
+from tierstream.io.errors import ConfigError, StorageError
 from tierstream.io.extents import check_written
 from tierstream.io.measure import Case, Labels, Sample
 from tierstream.io.posix import create_file
@@ -30,9 +31,8 @@ _FIRST_LOOK = Tuning(threads=4, task_bytes=4 * MIB, queue_depth=8)
 _FIRST_LOOK_BYTES = 64 * MIB
 #: Buffers of one run take this much memory at most, unless its threads alone need more.
 _BUFFERS_BYTES = 256 * MIB
-#: Files of this size on a drive at once: the file, that of first writes, chunk files of a store per backend.
-_FILES = 4
 _FILE_BYTES_MAX = 4 << 30
+_STATE_BYTES_MAX = 2 << 30
 #: What is done to a file that is not ours.
 _READS: list[Access] = ["read"]
 
@@ -45,20 +45,25 @@ class StorageOptions(OutputOptions):
     """What is measured; mixed: half of the blocks are read, half written."""
     block: list[ByteSize] = field(default_factory=lambda: [ByteSize(n * MIB) for n in (1, 4, 16)])
     """Bytes of one request."""
-    threads: list[int] = field(default_factory=lambda: [1, 4, 8, 16])
+    threads: list[int] = field(default_factory=lambda: [1, 4, 16])
     """Worker threads: requests that the drive has at once."""
     queue_depth: list[int] | None = None
-    """Requests begun at once; null: twice the threads."""
+    """Requests begun at once; null: twice the threads, fewer where their buffers would take 256 MiB."""
     backend: list[BackendKind] | None = None
     """What moves the bytes; null: all that work here."""
     buffer: list[BufferKind] | None = None
     """Memory at the other end; device: of the GPU, by kvikio. null: all that work here."""
     file_size: ByteSize | None = None
-    """Size of the file that is written and read on each drive; null: 4 GiB, or an eighth of what is free."""
+    """Size of the file that is written and read on each drive; null: 4 GiB, or an eighth of what is free. Up
+    to four times as much is needed while it is measured.
+    """
     page: ByteSize = field(default_factory=lambda: ByteSize(16 * MIB))
     """Page size of the store whose schedule is streamed."""
-    seconds: float = 0.5
+    seconds: float = 0.25
     """Duration of one run, about."""
+    rounds: int = 5
+    """How often each case runs, in turn with the others; the search for the best setting takes half as
+    many."""
     compare: Literal["fio"] | None = None
     """Runs fio too, with the same pattern, in the same rounds."""
     require_gds: bool = False
@@ -125,7 +130,7 @@ def check_paths(paths: Sequence[str], options: StorageOptions) -> list[int]:
         path: _file_bytes(options, info.free_bytes // sharers[info.device])
         for path, info in zip(folders, infos, strict=True)
     }
-    check_directories((path, _FILES * nbytes) for path, nbytes in sizes.items())
+    check_directories((path, _needed_bytes(options, nbytes)) for path, nbytes in sizes.items())
     return [sizes[path] if path in sizes else _existing_bytes(path, options) for path in paths]
 
 
@@ -141,6 +146,15 @@ def _file_bytes(options: StorageOptions, free_bytes: int) -> int:
     return int(wanted) // largest * largest
 
 
+def _needed_bytes(options: StorageOptions, nbytes: int) -> int:
+    """Space for the file, that of first writes, and the stores of this drive alone and of all together."""
+    return 2 * (nbytes + stored_bytes(_state_bytes(nbytes), options.page))
+
+
+def _state_bytes(nbytes: int) -> int:
+    return min(nbytes, _STATE_BYTES_MAX)
+
+
 def _existing_bytes(path: str, options: StorageOptions) -> int:
     if "read" not in options.access:
         raise ConfigError(f"{path} is a file, which is only read; name a directory to measure writes")
@@ -153,6 +167,17 @@ def _existing_bytes(path: str, options: StorageOptions) -> int:
         )
     check_written(path)
     return nbytes
+
+
+def _is_locked(directory: str) -> bool:
+    """Whether a run is at work there."""
+    if not os.path.isdir(directory):
+        return False
+    try:
+        DirectoryLock(directory).release()
+    except StorageError:
+        return True
+    return False
 
 
 class MeasuredPath:
@@ -178,12 +203,14 @@ class MeasuredPath:
     ) -> None:
         self.path, self.options = os.path.abspath(path), options
         self.folder: ScratchFolder | None = None
+        self.busy = False
         self._allocate_device = allocate_device
         self._amounts: dict[tuple[Access, Way], int] = {}
         if os.path.isfile(self.path):
             file, self.accesses = self.path, _READS
         else:
             self.folder = stack.enter_context(ScratchFolder(self.path))
+            self.busy = self.folder.neighbours > 0 or _is_locked(os.path.join(self.path, STATE_FOLDER))
             file = self.folder.new_file("file", nbytes)
             self.accesses = options.access
         self.target = DriveTarget([file], nbytes, allocate_device)
@@ -201,6 +228,26 @@ class MeasuredPath:
             wanted = int(self.options.seconds * sample.amount / sample.seconds)
             self._amounts[key] = min(wanted, self.target.nbytes)
         return self._amounts[key]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the store whose schedule is streamed."""
+        return _state_bytes(self.target.nbytes)
+
+    def cost(self, ways: Sequence[Way], grid_rounds: int) -> tuple[float, int]:
+        """What measuring takes, about: seconds, and bytes written to the drive."""
+        tunings, best_rounds = len(list(self.options.tunings())), self.options.rounds + 1
+        plain = 1 + bool(self.options.compare)
+        runs = len(ways) * len(self.accesses) * (tunings * grid_rounds + best_rounds * (plain + 1))
+        written = self.target.nbytes + self.state_bytes * (1 + best_rounds) if self.folder else 0
+        for way in ways:
+            moved = {access: self.amount(access, way) for access in self.accesses}
+            per_run = moved.get("write", 0) + moved.get("mixed", 0) // 2
+            written += per_run * (tunings * grid_rounds + best_rounds * plain)
+            written += 2 * moved.get("write", 0) * best_rounds
+        rate = self.amount("read", ways[0]) / self.options.seconds if "read" in self.accesses else 1e9
+        seconds = 1.3 * runs * self.options.seconds + 3 * self.state_bytes * best_rounds / rate
+        return seconds, written
 
     def grid(self, way: Way) -> list[Case]:
         """Every access with every tuning, on one file."""
@@ -228,11 +275,11 @@ class MeasuredPath:
                 store = stack.enter_context(
                     StreamedStore(
                         [self.drive(way, tuning, 1.0, stack)],
-                        state_bytes=target.nbytes,
+                        state_bytes=_state_bytes(target.nbytes),
                         page_bytes=int(self.options.page),
                     )
                 )
-                target = DriveTarget(store.paths, int(self.options.page), self._allocate_device)
+                target = DriveTarget(store.paths, store.page_bytes, self._allocate_device)
                 labels = self._labels(way, tuning)
                 cases += [store.case("stream", labels), store.case("update", labels)]
         for way, tuning in tunings.items():
@@ -265,7 +312,7 @@ class MeasuredPath:
         path = os.path.join(self.folder.path, "first")
         setting = way.setting("write", tuning)
         block = tuning.task_bytes
-        nbytes = max(self.amount("write", way) // block, 4 * tuning.queue_depth) * block
+        nbytes = max(self.amount("write", way) // block, 2 * tuning.queue_depth) * block
         nbytes = min(nbytes, self.target.nbytes // block * block)
 
         def run() -> Sample:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tierstream.io.errors import ConfigError
-from tierstream.io.profile import MachineProfile
+from tierstream.io.profile import MachineProfile, drive_identity
 from tierstream.tools.bench.report import check_output, present
 from tierstream.tools.bench.storage import measure_storage, start_profile, storage_plots
 from tierstream.tools.options import parse_options
@@ -33,9 +33,12 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"FILE is missing; usage: {_PROG} FILE DIR... [options]")
     file, directories, rest = next(iter(args[:words]), ""), list(args[1:words]), list(args[words:])
     options = parse_options(StorageOptions, rest, prog=f"{_PROG} FILE [DIR...]", description=_DESCRIPTION)
+    if options.profile is not None:
+        raise ConfigError(f"--profile is named twice: {file} and {options.profile}")
     options = replace(options, profile=file)
     check_output(options)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for `tierstream train`
+    directories = _one_per_drive(directories)
     if directories:
         command = ["tierstream", "bench", "--profile", *args]
         result, profile = measure_storage(directories, options, command)
@@ -48,6 +51,17 @@ def main(args: Sequence[str]) -> int:
         _print(profile)
         print(f"machine profile: {file}")
     return 0
+
+
+def _one_per_drive(directories: Sequence[str]) -> list[str]:
+    """The first directory of each drive: a second one would measure the same again."""
+    first: dict[str, str] = {}
+    for directory in directories:
+        drive = drive_identity(directory)[0] if os.path.exists(directory) else directory
+        known = first.setdefault(drive, directory)
+        if known != directory:
+            print(f"{directory} lies on the drive of {known}: measured once", file=sys.stderr)
+    return list(first.values())
 
 
 def _with_processors(profile: MachineProfile) -> MachineProfile:
@@ -76,7 +90,7 @@ def _with_processors(profile: MachineProfile) -> MachineProfile:
 
 
 def _print(profile: MachineProfile) -> None:
-    rows = [(f"AdamW, {n} threads", f"{count(rate)}param/s") for n, rate in profile.update.items()]
-    rows += [(f"matrix product, {what}", f"{count(rate)}FLOP/s") for what, rate in profile.compute.items()]
+    rows = [(f"AdamW, {n} threads", count(rate, " ") + "param/s") for n, rate in profile.update.items()]
+    rows += [(f"matrix product, {what}", count(n, " ") + "FLOP/s") for what, n in profile.compute.items()]
     rows += [(f"copies, {what}", f"{rate / 1e9:.1f} GB/s") for what, rate in profile.copy.items()]
     open_console(sys.stdout).print(table("Processors", ("what", "rate"), rows))

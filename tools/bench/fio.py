@@ -51,7 +51,7 @@ class Fio:
         """
         tuning = setting.tuning
         under_way = min(tuning.threads, tuning.queue_depth)
-        count = max(4 * under_way, amount_bytes // tuning.task_bytes)
+        count = max(2 * tuning.queue_depth, amount_bytes // tuning.task_bytes)
         labels: Labels = {
             "access": setting.access,
             "backend": f"fio {self.engine}",

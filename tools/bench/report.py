@@ -67,13 +67,18 @@ def check_file(option: str, path: str) -> None:
     _check_writable(option, parent)
 
 
-def run_cases(cases: Sequence[Case], rounds: int) -> list[Measurement]:
-    """Measures them, with a bar on the terminal (standard error)."""
-    warmups = 1
+def run_cases(
+    cases: Sequence[Case], rounds: int, *, warmups: int = 1, what: str = ""
+) -> list[Measurement]:
+    """Measures them, with a bar on the terminal (standard error); where that is none, with a line that says
+    `what`, if it is said.
+    """
     console = Console(stderr=True)
+    if what and not console.is_terminal:
+        print(f"{what}: {len(cases)} cases, {warmups + rounds} rounds", file=sys.stderr, flush=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("measuring", total=len(cases) * (warmups + rounds))
+        task = bar.add_task(what or "measuring", total=len(cases) * (warmups + rounds))
         return measure(cases, rounds=rounds, warmups=warmups, on_run=lambda case: bar.advance(task))
 
 
@@ -90,9 +95,18 @@ def present(result: Result, plots: Sequence[PlotSpec], options: OutputOptions) -
         return
     print_result(open_console(sys.stdout, _WIDTH_COLUMNS), result)
     if options.json is not None:
-        write_file(options.json, _json_text(result).encode())
+        _write_json(options.json, _json_text(result))
     if options.report is not None:
         print(f"report: {Path(options.report) / _HTML}")
+
+
+def _write_json(path: str, text: str) -> None:
+    """A regular file is replaced as a whole; a pipe or a device, as in `--json >(jq .)`, is written to."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        return
+    write_file(path, text.encode())
 
 
 def print_result(console: Console, result: Result) -> None:
@@ -116,7 +130,8 @@ def write_report(result: Result, plots: Sequence[PlotSpec], directory: Path) -> 
     """
     pictures = {plot.name: render(plot, result.measurements) for plot in plots}
     files = {f"{_PLOT}{name}.png": data for name, data in pictures.items()}
-    files |= {_JSON: _json_text(result).encode(), _HTML: _html(result, plots, pictures).encode()}
+    page = _html(result, plots, pictures).encode(errors="surrogateescape")  # paths may be any bytes
+    files |= {_JSON: _json_text(result).encode(), _HTML: page}
     make_directories(directory.parent)
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -144,7 +159,7 @@ def _html(result: Result, plots: Sequence[PlotSpec], pictures: dict[str, bytes])
 
 
 def _json_text(result: Result) -> str:
-    return json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(result.to_json(), indent=2) + "\n"
 
 
 def _check_report(directory: Path) -> None:

@@ -19,6 +19,8 @@ _BYTES = "_bytes"
 BYTES_PER_PARAMETER = "bytes_per_parameter"
 #: A label with this name parts a benchmark's table in several.
 PART = "part"
+#: And one with this name too.
+DRIVE = "drive"
 
 
 def _now() -> str:
@@ -104,10 +106,11 @@ class Grid:
 
 
 def grids(result: Result) -> list[Grid]:
-    """One per unit and part of the benchmark, in order of appearance, and one per table of details."""
-    groups: dict[tuple[str, str | int | None], list[Measurement]] = {}
+    """One per unit, drive and part of the benchmark, in order of appearance, and one per table of details."""
+    groups: dict[tuple[str | int | None, ...], list[Measurement]] = {}
     for measurement in result.measurements:
-        groups.setdefault((measurement.unit, measurement.labels.get(PART)), []).append(measurement)
+        key = (measurement.unit, measurement.labels.get(DRIVE), measurement.labels.get(PART))
+        groups.setdefault(key, []).append(measurement)
     return [*(_grid(members) for members in groups.values()), *(part.grid() for part in result.details)]
 
 
@@ -145,10 +148,10 @@ def _grid(measurements: Sequence[Measurement]) -> Grid:
     unit = measurements[0].unit
     varying = [key for key in varying_labels(measurements) if key != BYTES_PER_PARAMETER]
     with_traffic = all(BYTES_PER_PARAMETER in m.labels for m in measurements)
-    with_notes = any(m.note for m in measurements)
+    notes = list(dict.fromkeys(m.note for m in measurements if m.note))
     columns = [*map(label_name, varying), rate_unit(unit)]
     columns += ["GB/s"] * with_traffic + ["spread", f"CPU s/{rate_unit(unit).removesuffix('/s')}"]
-    columns += ["note"] * with_notes
+    columns += [""] * bool(notes)
     rows = []
     for measurement in measurements:
         row = [label_value(key, measurement.labels.get(key)) for key in varying]
@@ -157,7 +160,7 @@ def _grid(measurements: Sequence[Measurement]) -> Grid:
             row.append(figure(measurement.median * int(measurement.labels[BYTES_PER_PARAMETER]) / 1e9))
         cpu_s = measurement.cpu_s_per_giga * rate_scale(unit) / 1e9
         row += [f"{100 * measurement.spread:.0f} %", figure(cpu_s)]
-        row += [measurement.note] * with_notes
+        row += [f"({notes.index(measurement.note) + 1})" if measurement.note else ""] * bool(notes)
         rows.append(row)
     fixed = [
         f"{label_name(key)} {label_value(key, value)}"
@@ -166,7 +169,8 @@ def _grid(measurements: Sequence[Measurement]) -> Grid:
     ]
     rounds = len(measurements[0].rates)
     how = f"median of {rounds} rounds; spread: (highest - lowest) / median"
-    return Grid(columns, rows, len(varying), "; ".join([*fixed, how]))
+    footnotes = [f"({number}) {note}" for number, note in enumerate(notes, start=1)]
+    return Grid(columns, rows, len(varying), "; ".join([*fixed, how, *footnotes]))
 
 
 def _detail(key: str, value: str | int | float | None) -> str:

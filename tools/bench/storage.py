@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,7 +13,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tierstream.engine.streaming import StreamedStore
-from tierstream.io import probes
+from tierstream.io import mounts, probes, seam
 from tierstream.io.backend import Buffer, open_backend, resolve_backend
 from tierstream.io.drive_rates import BackendKind, BufferKind, Tuning, best_tuning
 from tierstream.io.errors import ConfigError
@@ -23,7 +24,7 @@ from tierstream.io.sizes import format_bytes
 from tierstream.tools.bench.fio import fio_program
 from tierstream.tools.bench.plots import PlotSpec
 from tierstream.tools.bench.report import check_file, check_output, present, run_cases
-from tierstream.tools.bench.result import PART, Result
+from tierstream.tools.bench.result import DRIVE, PART, Result
 from tierstream.tools.options import parse_options, take_paths
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ Measure what drives give, through the code that moves bytes in training.
   and, on demand, fio.
 """
 _TUNING, _BEST = "tuning", "best"
+_LEGEND = [
+    "read, write, mixed: blocks in order; mixed reads half of them and writes the others, and counts both",
+    "posix-buffered: through the page cache, which is emptied before reads; writes include fsync",
+    "stream: a store's pages read in order; update: each page read and written back once, as by the "
+    "optimizer, both counted; first write: into space that was reserved and never written",
+    "a cache in the drive, or in the host of a virtual machine, is part of what was measured",
+]
+#: Of a median: a figure that varies more says little.
+_SPREAD_MAX = 0.3
 
 
 def main(args: Sequence[str]) -> int:
@@ -82,27 +92,72 @@ def measure_storage(
         tunings: dict[tuple[MeasuredPath, Way], Tuning] = {}
         for path in measured:
             name = path.path if len(paths) > 1 else ""
-            for backend, buffer in kinds:
-                way = path.way(backend, buffer)
-                notes.append(f"{path.path}, {backend} to {buffer} memory: {way.path}")
+            ways = [path.way(*kind) for kind in kinds]
+            _announce(path, ways, options)
+            for way in ways:
+                notes.append(f"{path.path}, {way.backend} to {way.buffer} memory: {way.path}")
                 cases = _labelled(path.grid(way), _TUNING, name)
-                found = run_cases(cases, max(2, options.rounds // 2))
+                what = f"{path.path}: search for the best setting of {way.backend}"
+                found = run_cases(cases, _grid_rounds(options), warmups=0, what=what)
                 tunings[path, way] = best_tuning(found)
                 notes.append(f"best there: {_shown(tunings[path, way])}")
                 measurements += found
-            mine = {way: tuning for (owner, way), tuning in tunings.items() if owner is path}
+            mine = {way: tunings[path, way] for way in ways}
             with ExitStack() as passes:
-                best = run_cases(_labelled(path.best(mine, home, passes), _BEST, name), options.rounds)
+                cases = _labelled(path.best(mine, home, passes), _BEST, name)
+                best = run_cases(cases, options.rounds, what=f"{path.path}: the best setting")
             measurements += best
-            notes += _ratios(best)
+            notes += _remarks(path, best)
             profile = _add_drive(profile, path, mine, best)
+            if options.profile is not None:
+                profile.save(options.profile)  # what was found of a drive is kept, whatever comes after
         together = _together(measured, home, tunings, measurements, options)
         measurements += together
         notes += _ratios(together)
-    notes += _shared_drives(measured)
+    notes += [*_shared_drives(measured), *_LEGEND]
     title = f"Storage at {', '.join(path.path for path in measured)}"
-    result = Result("storage", title, command, describe_machine(), measurements, notes)
+    machine = describe_machine() | {f"at {path.path}": describe_path(path.path) for path in measured}
+    result = Result("storage", title, command, machine, measurements, notes)
     return result, profile
+
+
+def _grid_rounds(options: StorageOptions) -> int:
+    return max(2, options.rounds // 2)
+
+
+def _announce(path: MeasuredPath, ways: Sequence[Way], options: StorageOptions) -> None:
+    """What is about to be done to a drive: people plan their time, and drives wear by writes."""
+    seconds, nbytes = path.cost(ways, _grid_rounds(options))
+    about = f"about {max(1, round(seconds / 10) * 10)} s, {nbytes / 1e9:.0f} GB written"
+    print(f"{path.path}: {about}; Ctrl-C stops and leaves nothing", file=sys.stderr, flush=True)
+
+
+def describe_path(path: str) -> str:
+    """The drive under it."""
+    device, usage = probes.block_device(path), seam.current().statvfs(path)
+    models = [disk.model for disk in device.disks if disk.model] if device else []
+    parts = [device.name] if device else []
+    parts += [*models, drive_identity(path)[1], f"{format_bytes(usage.f_bavail * usage.f_frsize)} free"]
+    return ", ".join(parts)
+
+
+def _remarks(path: MeasuredPath, best: Sequence[Measurement]) -> list[str]:
+    """Ratios, and what makes figures doubtful."""
+    lines = []
+    if drive_identity(path.path)[1] in mounts.MEMORY_FILESYSTEMS:
+        lines.append(f"{path.path} is memory, not a drive")
+    else:
+        lines += _ratios(best)
+    if path.busy:
+        lines.append(f"another program of ours was at work in {path.path}: the drive gives more than this")
+    doubtful = [
+        f"{found.labels['access']} by {found.labels['backend']} ({100 * found.spread:.0f} %)"
+        for found in best
+        if found.spread > _SPREAD_MAX
+    ]
+    if doubtful:
+        lines.append(f"varied a lot, repeat when the machine is quiet: {', '.join(doubtful)}")
+    return lines
 
 
 def _kinds(options: StorageOptions) -> list[tuple[BackendKind, BufferKind]]:
@@ -152,7 +207,7 @@ def _allocate_device(nbytes: int) -> Buffer:
 
 
 def _labelled(cases: Sequence[Case], part: str, path: str) -> list[Case]:
-    drive = {"drive": path} if path else {}
+    drive = {DRIVE: path} if path else {}
     return [replace(case, labels={PART: part, **drive, **case.labels}) for case in cases]
 
 
@@ -179,7 +234,7 @@ def _together(
         return []
     rates = [_rate(measurements, "mixed", way, path.path) for path, way in mine]
     weights = [rate or 1.0 for rate in rates] if all(rates) else [1.0] * len(mine)
-    state_bytes = sum(path.target.nbytes for path, _ in mine)
+    state_bytes = sum(path.state_bytes for path, _ in mine)
     labels: Labels = {"backend": f"store, {home}", "path": mine[0][1].path.name, "buffer": "host"}
     with ExitStack() as passes:
         drives = [
@@ -190,7 +245,8 @@ def _together(
             StreamedStore(drives, state_bytes=state_bytes, page_bytes=int(options.page))
         )
         cases = [store.case("stream", labels), store.case("update", labels)]
-        return run_cases(_labelled(cases, _BEST, "all of them"), options.rounds)
+        cases = _labelled(cases, _BEST, "all of them")
+        return run_cases(cases, options.rounds, what="all drives as one store")
 
 
 def _rate(measurements: Sequence[Measurement], access: str, way: Way, path: str = "") -> float | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.drive_kinds import drive_of_kind, small_ext4
 from support.faults import Call, FaultySyscalls
-from support.storage_bench import TINY, StorageBench, rows
+from support.storage_bench import TINY, StorageBench, rows, unexpected
 
 from tierstream.engine import adam_rates, compute_rates, copy_rates
 from tierstream.io import probes, seam
@@ -47,7 +47,7 @@ def test_a_profile_has_every_section(bench: StorageBench, direct: Path, tmp_path
     """Really measured."""
     file = tmp_path / "machine.json"
     status, out, err = bench.run("--profile", file, direct, *TINY, "--json", tmp_path / "storage.json")
-    assert (status, err) == (0, "")
+    assert (status, unexpected(err)) == (0, [])
     profile = MachineProfile.load(file)
     assert profile.cpu == probes.cpu_model()
     assert profile.measured
@@ -171,6 +171,16 @@ def test_what_a_profile_needs(bench: StorageBench, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(os.urandom(1 << 20))
     said = [f"{tmp_path / 'file'} is a file; a profile needs writes too: name a directory on that drive"]
     bench.refused("--profile", file, tmp_path / "file", *TINY, said=said)
-    bench.refused("--profile", file, tmp_path, tmp_path, *TINY, said=["name each of them once"])
+    bench.refused("--profile", file, tmp_path, *TINY, "--profile", "b", said=["--profile is named twice"])
     bench.refused("--profile", file, tmp_path / "no", *TINY, said=[str(tmp_path / "no"), "create it or name"])
     assert not file.exists()
+
+
+def test_directories_of_one_drive_are_measured_once(bench: StorageBench, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    file = tmp_path / "machine.json"
+    status, _, err = bench.run("--profile", file, tmp_path / "a", tmp_path / "b", *TINY)
+    assert status == 0
+    assert unexpected(err) == [f"{tmp_path}/b lies on the drive of {tmp_path}/a: measured once"]
+    assert [drive.directory for drive in MachineProfile.load(file).drives] == [f"{tmp_path}/a"]
