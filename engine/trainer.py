@@ -4,45 +4,36 @@ parts.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tierstream.engine import assemble, checkpoint
-from tierstream.engine.bound import plan_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, open_rows
 from tierstream.engine.device import Device
-from tierstream.engine.machine import KnownDrive, explain_profile, known_drives, load_profile, machine_rates
+from tierstream.engine.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.meta_model import build_meta_model
-from tierstream.engine.metrics import (
-    DrivePlan,
-    MetricsWriter,
-    Observer,
-    PlanReport,
-    RunDirectory,
-    RunSummary,
-    StepMetrics,
-    TierPlan,
-)
-from tierstream.engine.plan import Plan, make_plan
+from tierstream.engine.metrics import MetricsWriter, Observer, RunDirectory, RunSummary, StepMetrics
+from tierstream.engine.plan import make_plan
+from tierstream.engine.plan_report import describe_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Trace, Track
 from tierstream.engine.trace_file import write_trace
 from tierstream.engine.trace_summary import summarise
-from tierstream.engine.units import TORCH_DTYPES, ModelUnits, find_units
+from tierstream.engine.units import find_units
 from tierstream.io import durable, memory
 from tierstream.io.errors import TrainingStopped
-from tierstream.io.profile import MachineProfile
-from tierstream.tiered.layout import Layout
 
 #: Steps of a process before those that are traced: the first ones find empty tiers and cold kernels.
 _WARM_UP_STEPS = 2
@@ -68,6 +59,7 @@ class Trainer:
         assemble.set_determinism(config)
         with ExitStack() as parts:
             run = _Run.open(config, self.observer, parts)
+            parts.enter_context(_spared_by_collector())
             metrics = parts.enter_context(MetricsWriter(run.directory.metrics_path, last_step=run.step))
             while run.step < config.train.steps:
                 record = run.train_step()
@@ -169,7 +161,7 @@ class _Run:
         left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
         observer.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
         run = cls(config, observer, directory, rows, runtime, tier, state | {"settings": settings})
-        observer.on_plan(_report(config, units, layout, plan, runtime, tier, device, profile, run.step))
+        observer.on_plan(describe_plan(config, units, layout, plan, runtime, tier, device, profile, run.step))
         return run
 
     def train_step(self) -> StepMetrics:
@@ -287,6 +279,19 @@ class _Run:
         )
 
 
+@contextmanager
+def _spared_by_collector() -> Iterator[None]:
+    """The garbage collector leaves alone what exists now: the hundreds of thousands of objects of torch and
+    transformers, which it would look through in the middle of a step, for a quarter of a second.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class _RunIdentity:
     """`run_id` in the run directory: tells this run's checkpoints from others that lie beside them."""
 
@@ -316,68 +321,3 @@ def _settings(config: RunConfig, hf_config: Any) -> dict[str, Any]:
     for key in ("transformers_version", "_name_or_path"):
         architecture.pop(key, None)
     return json.loads(json.dumps(to_plain(config) | {"architecture": architecture}))
-
-
-def _report(
-    config: RunConfig,
-    units: ModelUnits,
-    layout: Layout,
-    plan: Plan,
-    runtime: Runtime,
-    tier: assemble.Drives | None,
-    device: Device,
-    profile: MachineProfile,
-    step: int,
-) -> PlanReport:
-    """What is known before step 0, with the bound of a step from rates measured here."""
-    rates = machine_rates(
-        profile,
-        tier.known if tier else [],
-        device,
-        TORCH_DTYPES[units.embed.dtype],
-        assemble.update_threads(config),
-    )
-    bound = plan_bound(rates, plan, layout, runtime.steady_schedule, on_drives=tier is not None)
-    tiers = [
-        TierPlan(
-            tier="gpu",
-            holds=f"{plan.layer_slots} of {len(units.layers)} layers, ends, gradient sums",
-            used_bytes=plan.gpu_bytes,
-            limit_bytes=config.tiers.gpu,
-        ),
-        TierPlan(
-            tier="dram",
-            holds=f"{plan.dram_bytes // plan.page_bytes} pages of {plan.page_bytes} bytes",
-            used_bytes=plan.dram_bytes,
-            limit_bytes=config.tiers.dram,
-        ),
-    ]
-    if tier is not None:
-        tiers.append(TierPlan(tier="nvme", holds="state of every parameter", used_bytes=plan.nvme_bytes))
-    dtypes = {p.plane: p.dtype for p in layout.planes.values() if p.plane != "activation"}
-    return PlanReport(
-        parameters=plan.parameters,
-        tokens_per_step=plan.tokens_per_step,
-        first_step=step + 1,
-        last_step=config.train.steps,
-        dtypes=dtypes | {"gradient sum": "float32"},
-        tiers=tuple(tiers),
-        bound_s=bound.seconds,
-        drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
-        written_bytes_per_step=bound.nvme_written_bytes,
-    )
-
-
-def _drive_plan(drive: KnownDrive, tier: assemble.Drives) -> DrivePlan:
-    tuning, rates = drive.tuning, drive.rates
-    return DrivePlan(
-        directory=drive.directory,
-        path=str(tier.paths[drive.directory]),
-        threads=tuning.threads,
-        task_bytes=tuning.task_bytes,
-        queue_depth=tuning.queue_depth,
-        share=drive.weight / sum(each.weight for each in tier.known),
-        read=None if rates is None else rates.read,
-        write=None if rates is None else rates.write,
-        mixed=None if rates is None else rates.mixed,
-    )

@@ -19,7 +19,7 @@ import pytest
 from support.rig import Setup, batches, rig, tiny_config
 from support.runs import make_run
 
-from tierstream.engine import machine, trainer
+from tierstream.engine import machine, plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
@@ -345,7 +345,7 @@ class Events(Observer):
 def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
     """Makes configurations of runs on a drive; the machine is not measured."""
     rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr(trainer, "machine_rates", lambda *_: rates)
+    monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
     monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
     (tmp_path / "drive").mkdir()
 

@@ -15,7 +15,7 @@ from support.command import Command, nothing_is_half_made, nothing_is_locked, us
 from support.faults import FaultySyscalls
 from support.runs import make_run, records, train
 
-from tierstream.engine import adam_rates, compute_rates, machine, trainer
+from tierstream.engine import adam_rates, compute_rates, machine, plan_report, trainer
 from tierstream.engine.bound import Rates
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import Observer, PlanReport, StepMetrics
@@ -188,7 +188,7 @@ def test_the_plan_tells_what_the_drives_will_be_written(
 ) -> None:
     """C31: within 10 % in the steady state, and terabytes on the screen."""
     rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr(trainer, "machine_rates", lambda *_: rates)
+    monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
     monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
     config.train.steps = 10
     config.tiers.dram = type(config.tiers.dram)(frames * 4096)  # type: ignore[misc]

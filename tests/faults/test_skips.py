@@ -15,7 +15,7 @@ import pytest
 from support.command import Command, use_drive
 from support.runs import final_planes, make_run, records, snapshot_planes, train
 
-from tierstream.engine import machine, trainer
+from tierstream.engine import machine, plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data import Batch, PackedRows
@@ -34,7 +34,7 @@ SEQ_LEN = 5
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is not measured: that takes longer than these runs."""
     rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr(trainer, "machine_rates", lambda *_: rates)
+    monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
     monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
 
 

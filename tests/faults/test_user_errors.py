@@ -20,7 +20,7 @@ from support.faults import FaultySyscalls, fail
 from support.rig import reference_model, tiny_config
 from support.runs import VOCABULARY, make_run, records
 
-from tierstream.engine import machine, trainer
+from tierstream.engine import machine, plan_report
 from tierstream.engine.assemble import STATE_FOLDER
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
@@ -316,7 +316,7 @@ def device_is_not_there(config: RunConfig, folder: Path) -> Iterator[list[str]]:
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is not measured: that takes longer than these runs."""
     rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr(trainer, "machine_rates", lambda *_: rates)
+    monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
     monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
 
 
@@ -381,7 +381,7 @@ def test_a_drive_that_a_killed_run_left_is_taken_over(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the files with which it measured the drive."""
-    monkeypatch.setattr(trainer, "machine_rates", machine_rates)
+    monkeypatch.setattr(plan_report, "machine_rates", machine_rates)
     monkeypatch.setattr(machine, "measure_drive", measure_drive)
     config = make_run(tmp_path, steps=1)
     drive = use_drive(config, tmp_path / "drive")

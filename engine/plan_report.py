@@ -1,0 +1,86 @@
+"""What a run knows of itself before its first step, with the bound of a step from this machine's rates."""
+
+from __future__ import annotations
+
+from tierstream.engine import assemble
+from tierstream.engine.bound import plan_bound
+from tierstream.engine.config import RunConfig
+from tierstream.engine.device import Device
+from tierstream.engine.machine import KnownDrive, machine_rates
+from tierstream.engine.metrics import DrivePlan, PlanReport, TierPlan
+from tierstream.engine.plan import Plan
+from tierstream.engine.runtime import Runtime
+from tierstream.engine.units import TORCH_DTYPES, ModelUnits
+from tierstream.io.profile import MachineProfile
+from tierstream.tiered.layout import Layout
+
+
+def describe_plan(
+    config: RunConfig,
+    units: ModelUnits,
+    layout: Layout,
+    plan: Plan,
+    runtime: Runtime,
+    tier: assemble.Drives | None,
+    device: Device,
+    profile: MachineProfile,
+    step: int,
+) -> PlanReport:
+    """The report of a plan.
+
+    Args:
+        tier: the drives; None where the state lives in DRAM.
+        profile: rates that need not be measured.
+        step: steps done.
+    """
+    rates = machine_rates(
+        profile,
+        tier.known if tier else [],
+        device,
+        TORCH_DTYPES[units.embed.dtype],
+        assemble.update_threads(config),
+    )
+    bound = plan_bound(rates, plan, layout, runtime.steady_schedule, on_drives=tier is not None)
+    tiers = [
+        TierPlan(
+            tier="gpu",
+            holds=f"{plan.layer_slots} of {len(units.layers)} layers, ends, gradient sums",
+            used_bytes=plan.gpu_bytes,
+            limit_bytes=config.tiers.gpu,
+        ),
+        TierPlan(
+            tier="dram",
+            holds=f"{plan.dram_bytes // plan.page_bytes} pages of {plan.page_bytes} bytes",
+            used_bytes=plan.dram_bytes,
+            limit_bytes=config.tiers.dram,
+        ),
+    ]
+    if tier is not None:
+        tiers.append(TierPlan(tier="nvme", holds="state of every parameter", used_bytes=plan.nvme_bytes))
+    dtypes = {p.plane: p.dtype for p in layout.planes.values() if p.plane != "activation"}
+    return PlanReport(
+        parameters=plan.parameters,
+        tokens_per_step=plan.tokens_per_step,
+        first_step=step + 1,
+        last_step=config.train.steps,
+        dtypes=dtypes | {"gradient sum": "float32"},
+        tiers=tuple(tiers),
+        bound_s=bound.seconds,
+        drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
+        written_bytes_per_step=bound.nvme_written_bytes,
+    )
+
+
+def _drive_plan(drive: KnownDrive, tier: assemble.Drives) -> DrivePlan:
+    tuning, rates = drive.tuning, drive.rates
+    return DrivePlan(
+        directory=drive.directory,
+        path=str(tier.paths[drive.directory]),
+        threads=tuning.threads,
+        task_bytes=tuning.task_bytes,
+        queue_depth=tuning.queue_depth,
+        share=drive.weight / sum(each.weight for each in tier.known),
+        read=None if rates is None else rates.read,
+        write=None if rates is None else rates.write,
+        mixed=None if rates is None else rates.mixed,
+    )
