@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_file import read
+from tierstream.io.drives import check_directories
+from tierstream.io.profile import MachineProfile
 from tierstream.tools.live import ConsoleObserver
 from tierstream.tools.options import parse_options, take_positionals
 
@@ -36,12 +38,22 @@ def main(args: Sequence[str]) -> int:
     return run_train(config)
 
 
+def _look_at_drives(config: RunConfig) -> None:
+    """What can be told of a mistyped path in the first second, before torch is imported. The run looks again,
+    at the space too.
+    """
+    if config.tiers.profile is not None:
+        MachineProfile.load(config.tiers.profile)
+    check_directories((directory, 0) for directory in config.tiers.nvme_dirs or [])
+
+
 def run_train(config: RunConfig) -> int:
     """Train, with the run shown on standard output. Returns the exit status; raises TierstreamError."""
     # Read when OpenMP starts, with the import of torch. A thread that spins at a barrier holds the core that
     # an I/O or update thread, or another process, needs: beside one busy process, steps took 6 s instead of
     # 1.1 s.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _look_at_drives(config)
     from tierstream.engine.trainer import Trainer  # takes seconds to import; a bad option is told before
 
     with ConsoleObserver() as observer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,3 +159,20 @@ def test_what_must_be_given_is_named(run: Command) -> None:
     Path("run.yaml").write_text("model: {config: tiny}")
     said = "run_dir and data.files must be set, there or on the command line (--run-dir --data.files)"
     assert run("run.yaml") == (2, "", f"tierstream: error: run.yaml: {said}\n")
+
+
+@pytest.mark.parametrize("tiers", ["nvme_dirs: [none]", "nvme_dirs: [file]", "nvme_dirs: [.], profile: none"])
+def test_a_path_that_is_wrong_is_told_before_torch_is_imported(tmp_path: Path, tiers: str) -> None:
+    """In the first second, not after the imports."""
+    (tmp_path / "file").touch()
+    (tmp_path / "run.yaml").write_text(
+        f"run_dir: run\nmodel: {{config: tiny}}\ndata: {{files: [a.txt]}}\ntiers: {{{tiers}}}\n"
+    )
+    code = (
+        "import sys; from tierstream.tools.cli import main; status = main(['train', 'run.yaml']); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run.yaml"]
