@@ -108,7 +108,7 @@ def test_a_failing_request_is_raised_when_none_is_under_way(tmp_path: Path) -> N
             pytest.raises(StorageError, match="Input/output error"),
         ):
             target.run(setting, MIB)
-        assert target.run(setting, MIB).amount == 32 * 65536
+        assert target.run(setting, MIB).amount == 16 * 65536
 
 
 @pytest.mark.parametrize("access", ["read", "write", "mixed"])
