@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from tierstream import _native
 from tierstream.engine.compute_rates import QUICK_ROUNDS
 from tierstream.io.measure import Case, Sample, measure, timed
+from tierstream.io.memory import memory_budget
 
-#: More parameters than a last-level cache holds: 512 MB of state.
-PARAMETERS = 1 << 25
-_QUICK_PARAMETERS = 1 << 22
+#: More than a last-level cache holds, of which some have 500 MB: in a run every page comes from memory.
+_QUICK_PARAMETERS = 1 << 25
+#: Share of the free memory that a quick measurement may take, in bytes per byte taken.
+_QUICK_MEMORY_SHARE = 16
+_SPLIT_STATE_BYTES = 2 + 2 + 4 + 4 + 2
 SPLIT = "split master, bf16 gradient"
 FP32_AND_WEIGHT = "fp32 master + bf16 weight, bf16 gradient"
 FP32 = "fp32"
@@ -53,9 +56,13 @@ def adam_cases(parameters: int, threads: Sequence[int]) -> list[Case]:
 
 
 def update_rate(threads: int) -> float:
-    """Parameters per second of the update that training makes, the best of several rounds."""
-    update = _native_kernels(_QUICK_PARAMETERS)[SPLIT]
-    case = Case(_labels(SPLIT, threads), "parameters", _runner(update, threads, _QUICK_PARAMETERS))
+    """Parameters per second of the update that training makes, the best of several rounds; fewer parameters
+    where memory is short.
+    """
+    affordable = memory_budget().available_bytes // (_QUICK_MEMORY_SHARE * _SPLIT_STATE_BYTES)
+    parameters = min(_QUICK_PARAMETERS, max(1 << 16, affordable))
+    update = _split_kernel(parameters)
+    case = Case(_labels(SPLIT, threads), "parameters", _runner(update, threads, parameters))
     (measurement,) = measure([case], rounds=QUICK_ROUNDS)
     return max(measurement.rates)
 
@@ -79,18 +86,25 @@ def _runner(update: Callable[[int], object], threads: int, parameters: int) -> C
     return lambda: timed(parameters, lambda: update(threads))
 
 
+def _split_kernel(n: int) -> Callable[[int], object]:
+    """One step of `SPLIT` with so many threads."""
+    weight, low, grad = (np.empty(n, np.uint16) for _ in range(3))
+    _native.split_master(_normal(n, 0.02), weight, low)
+    _native.round_bf16(_normal(n, 1e-3), grad)
+    moments = _normal(n, 1e-4), _normal(n, 1e-4) ** 2
+    return lambda threads: _native.adamw_split(weight, low, *moments, grad, **_SETTINGS, threads=threads)
+
+
 def _native_kernels(n: int) -> dict[str, Callable[[int], object]]:
     """Kernel -> one step of it with so many threads."""
     master, exp_avg, exp_avg_sq = _normal(n, 0.02), _normal(n, 1e-4), _normal(n, 1e-4) ** 2
-    weight, low, grad_bf16 = (np.empty(n, np.uint16) for _ in range(3))
+    weight, grad_bf16 = (np.empty(n, np.uint16) for _ in range(2))
     grad = _normal(n, 1e-3)
-    _native.split_master(master, weight, low)
+    _native.round_bf16(master, weight)
     _native.round_bf16(grad, grad_bf16)
     moments = exp_avg, exp_avg_sq
     return {
-        SPLIT: lambda threads: _native.adamw_split(
-            weight, low, *moments, grad_bf16, **_SETTINGS, threads=threads
-        ),
+        SPLIT: _split_kernel(n),
         FP32_AND_WEIGHT: lambda threads: _native.adamw_fp32(
             master, weight, *moments, grad_bf16, **_SETTINGS, threads=threads
         ),
@@ -122,4 +136,8 @@ def _torch(n: int) -> Callable[[int], object]:
 
 
 def _normal(n: int, scale: float) -> NDArray[np.float32]:
-    return np.random.default_rng(0).standard_normal(n, dtype=np.float32) * np.float32(scale)
+    """Normal numbers, the same ones again and again: making millions of them would take longer than what is
+    measured.
+    """
+    drawn = np.random.default_rng(0).standard_normal(min(n, 1 << 20), dtype=np.float32) * np.float32(scale)
+    return np.resize(drawn, n)

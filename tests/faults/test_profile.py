@@ -98,7 +98,7 @@ def test_a_run_without_a_profile_measures(
     command: Command, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above watches for is there to be seen."""
-    measured = Measured(monkeypatch)
+    measured, config.tiers.profile = Measured(monkeypatch), None
     with seam.injected(measured.calls):
         assert command.train(config)[::2] == (0, "")
     assert [Path(path).parent for path in measured.folders] == [tmp_path / "drive"]

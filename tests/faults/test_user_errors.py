@@ -384,6 +384,7 @@ def test_a_drive_that_a_killed_run_left_is_taken_over(
     monkeypatch.setattr(plan_report, "machine_rates", machine_rates)
     monkeypatch.setattr(machine, "measure_drive", measure_drive)
     config = make_run(tmp_path, steps=1)
+    config.tiers.profile = None
     drive = use_drive(config, tmp_path / "drive")
     precious = drive / "precious"
     precious.write_text("not ours")

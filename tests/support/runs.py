@@ -14,10 +14,14 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data import DataConfig
+from tierstream.engine.machine import DEFAULT_TUNING
 from tierstream.engine.metrics import RunSummary
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
+from tierstream.io import probes
+from tierstream.io.backend import resolve_backend
+from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
 from tierstream.tiered.snapshot import Snapshot
 
 VOCABULARY = 300
@@ -58,10 +62,26 @@ def make_run(
         model=ModelConfig(config=str(architecture)),
         data=DataConfig(files=[str(corpus), str(second)], vocab_size=VOCABULARY, seq_len=16),
         optimizer=OptimizerConfig(lr=1e-2, clip_norm=0.5, warmup_steps=2),
-        tiers=TiersConfig(page=ByteSize(8192)),
+        tiers=TiersConfig(page=ByteSize(8192), profile=str(made_up_profile(folder))),
         train=TrainConfig(steps=steps, rows_per_step=4, rows_per_chunk=2, loss_chunk_tokens=48),
         checkpoint=CheckpointConfig(),
     )
+
+
+def made_up_profile(folder: Path) -> Path:
+    """Rates that spare a run the seconds in which it would measure this machine."""
+    device, filesystem = drive_identity(folder)
+    backend = resolve_backend("auto")
+    drive = DriveProfile(
+        directory=str(folder), device=device, filesystem=filesystem, backend=backend, tuning=DEFAULT_TUNING,
+        read=2e9, write=1e9, mixed=1.5e9,
+    )  # fmt: skip
+    rates = {str(threads): 1e9 for threads in range(1, 257)}
+    compute = {f"{kind} {dtype}": 1e11 for kind in ("cpu", "cuda") for dtype in ("bfloat16", "float32")}
+    path = folder / "machine.json"
+    profile = MachineProfile(cpu=probes.cpu_model(), drives=(drive,), update=rates, compute=compute)
+    profile.save(path)
+    return path
 
 
 def train(config: RunConfig) -> RunSummary:

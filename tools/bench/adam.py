@@ -27,20 +27,24 @@ Measure the AdamW update on the CPU, in parameters and in bytes per second.
 _PLOTS = [PlotSpec("adam", "AdamW on the CPU", "threads", ("kernel",))]
 _NOTES = ["GB/s counts every array once for each time it is read or written: 26 or 28 bytes per parameter."]
 #: Host memory that the arrays of all kernels take, and random numbers while they are made.
-_STATE_BYTES_PER_PARAMETER = 46
+_STATE_BYTES_PER_PARAMETER = 60
+#: In a run every page comes from memory: more than the last-level caches hold, of which some have 500 MB.
+_PARAMETERS = 1 << 26
 _THREADS_MAX = 1024
 
 
 @dataclass(kw_only=True)
 class AdamOptions(OutputOptions):
-    parameters: int = 1 << 25
-    """Parameters that one run updates: more than the last-level cache holds, at 12 bytes each."""
+    parameters: int | None = None
+    """Parameters that one run updates: more than the last-level cache holds, at 12 bytes each. null: 67
+    million, or what a quarter of the free memory holds.
+    """
     threads: list[int] = dataclasses.field(default_factory=list)
     """Numbers of threads. None given: 1, 2, 4 and so on up to all usable cores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.parameters < 1:
+        if self.parameters is not None and self.parameters < 1:
             raise ConfigError(f"--parameters is {self.parameters}; it must be at least 1")
         wrong = [count for count in self.threads if not 1 <= count <= _THREADS_MAX]
         if wrong:
@@ -51,7 +55,7 @@ def main(args: Sequence[str]) -> int:
     """The command with its arguments. Returns the exit status; raises TierstreamError."""
     options = parse_options(AdamOptions, args, prog=_PROG, description=_DESCRIPTION)
     check_output(options)
-    _check_memory(options.parameters)
+    parameters = _fitting_parameters(options.parameters)
     # As for `tierstream train`: read when OpenMP starts. A torch thread that spins on after its part would
     # take the core from the kernel that is measured next.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -59,18 +63,23 @@ def main(args: Sequence[str]) -> int:
     from tierstream.tools.bench.machine import describe_machine
 
     threads = sorted(set(options.threads)) or thread_counts(len(os.sched_getaffinity(0)))
-    measurements = run_cases(adam_cases(options.parameters, threads), options.rounds)
-    title = f"AdamW on the CPU, {options.parameters:,} parameters"
+    measurements = run_cases(adam_cases(parameters, threads), options.rounds)
+    title = f"AdamW on the CPU, {parameters:,} parameters"
     command = shlex.split(_PROG) + list(args)
     present(Result("adam", title, command, describe_machine(), measurements, _NOTES), _PLOTS, options)
     return 0
 
 
-def _check_memory(parameters: int) -> None:
-    need_bytes, available_bytes = parameters * _STATE_BYTES_PER_PARAMETER, memory_budget().available_bytes
+def _fitting_parameters(parameters: int | None) -> int:
+    """The parameters asked for, or as many as are good to have."""
+    available_bytes = memory_budget().available_bytes
+    if parameters is None:
+        return max(1, min(_PARAMETERS, available_bytes // 4 // _STATE_BYTES_PER_PARAMETER))
+    need_bytes = parameters * _STATE_BYTES_PER_PARAMETER
     if need_bytes > available_bytes:
         raise BudgetError(
             f"--parameters {parameters} needs {format_bytes(need_bytes)} of host memory, and "
             f"{format_bytes(available_bytes)} are available; at most "
             f"{available_bytes // _STATE_BYTES_PER_PARAMETER} fit"
         )
+    return parameters

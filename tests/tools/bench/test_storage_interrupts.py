@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -107,8 +108,10 @@ def drive(tmp_path: Path) -> Path:
     return tmp_path / "drive"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "signum"),
+    [*itertools.product(MOMENTS, [signal.SIGINT, signal.SIGTERM]), ("the grid", signal.SIGHUP)],
+)
 def test_an_interrupt_leaves_nothing(drive: Path, moment: str, signum: signal.Signals) -> None:
     with stopped_at(moment, drive) as process:
         assert os.listdir(drive) != []
