@@ -16,13 +16,13 @@ from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive
 from tierstream.engine.meta_model import materialise_buffers
 from tierstream.engine.metrics import DriveTotals
-from tierstream.engine.plan import STATE_FOLDER, Plan
+from tierstream.engine.plan import STATE_FOLDER, Plan, make_plan
 from tierstream.engine.runtime import Runtime
 from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.trace import Trace, TracedDirectory
 from tierstream.engine.units import ModelUnits
-from tierstream.io import drives
+from tierstream.io import drives, memory
 from tierstream.io.backend import Backend, TransferPath, open_backend
 from tierstream.io.errors import ConfigError
 from tierstream.io.spread import Root, Spread
@@ -63,6 +63,24 @@ class Drives:
 
     def close(self) -> None:
         self.opened.close()
+
+
+def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Device) -> tuple[Plan, Layout]:
+    """`make_plan` for this run, on what memory is free now.
+
+    Raises:
+        BudgetError: a tier cannot hold what it must hold at once.
+    """
+    return make_plan(
+        config.tiers,
+        config.optimizer,
+        units,
+        hidden_size=hf_config.hidden_size,
+        rows=config.train.rows_per_step,
+        seq_len=config.data.seq_len,
+        device_in_host=not device.is_cuda,
+        available_bytes=memory.memory_budget().available_bytes,
+    )
 
 
 def check_paths(config: RunConfig) -> dict[str, TransferPath]:
@@ -147,13 +165,7 @@ def open_drives(
     with ExitStack() as opened:
         parts, backends = [], []
         for drive in known:
-            tuning = drive.tuning
-            backend = open_backend(
-                config.tiers.backend,
-                threads=tuning.threads,
-                task_bytes=tuning.task_bytes,
-                queue_depth=tuning.queue_depth,
-            )
+            backend = drive.tuning.open_backend(config.tiers.backend)
             opened.callback(backend.close)
             backends.append(backend)
             root = os.path.join(drive.directory, STATE_FOLDER)

@@ -24,7 +24,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive
 from tierstream.engine.meta_model import build_meta_model, materialise_buffers
-from tierstream.engine.plan import Plan, make_plan
+from tierstream.engine.plan import Plan
 from tierstream.engine.resident import ResidentModel
 from tierstream.engine.runtime import Runtime, Traffic
 from tierstream.engine.sweep import Batch
@@ -148,16 +148,8 @@ class TieredBench:
         units = find_units(model)
         plans = []
         for setting in settings:
-            plan, self.layout = make_plan(
-                replace(config.tiers, gpu=setting.gpu),
-                config.optimizer,
-                units,
-                hidden_size=hf_config.hidden_size,
-                rows=config.train.rows_per_step,
-                seq_len=config.data.seq_len,
-                device_in_host=not device.is_cuda,
-                available_bytes=memory.memory_budget().available_bytes,
-            )
+            sized = replace(config, tiers=replace(config.tiers, gpu=setting.gpu))
+            plan, self.layout = assemble.plan_run(sized, units, hf_config, device)
             plans.append(plan)
         assemble.check_space(config, plans[0], Path(config.run_dir))
         paths = assemble.check_paths(config)

@@ -24,7 +24,6 @@ from tierstream.engine.device import Device
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.meta_model import build_meta_model
 from tierstream.engine.metrics import MetricsWriter, Observer, RunDirectory, RunSummary, StepMetrics
-from tierstream.engine.plan import make_plan
 from tierstream.engine.plan_report import describe_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.sweep import Batch
@@ -121,16 +120,7 @@ class _Run:
         identity.write(state["run_id"])
         units = find_units(model)
         device = Device(config.train.device)
-        plan, layout = make_plan(
-            config.tiers,
-            config.optimizer,
-            units,
-            hidden_size=hf_config.hidden_size,
-            rows=config.train.rows_per_step,
-            seq_len=config.data.seq_len,
-            device_in_host=not device.is_cuda,
-            available_bytes=memory.memory_budget().available_bytes,
-        )
+        plan, layout = assemble.plan_run(config, units, hf_config, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
         weights = assemble.plan_weights(config, model)
         profile = load_profile(config.tiers)

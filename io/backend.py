@@ -16,6 +16,7 @@ from tierstream.io.seam import HostBytes
 Buffer: TypeAlias = HostBytes | Any
 PathLike: TypeAlias = str | os.PathLike[str]
 
+BackendKind: TypeAlias = Literal["posix", "kvikio"]
 BACKENDS = ("auto", "posix", "kvikio")
 DEFAULT_THREADS = 8
 DEFAULT_TASK_BYTES = 4 << 20
@@ -134,7 +135,7 @@ class Counter:
             return TransferCounts(self._bytes_direct, self._bytes_buffered)
 
 
-def resolve_backend(name: str) -> Literal["posix", "kvikio"]:
+def resolve_backend(name: str) -> BackendKind:
     """What "auto" stands for on this machine: kvikio where it and a CUDA device are there, else posix.
 
     Raises:

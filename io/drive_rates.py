@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from tierstream.io.backend import Backend, Buffer, TransferPath, open_backend
+from tierstream.io.backend import Backend, BackendKind, Buffer, TransferPath, open_backend
 from tierstream.io.errors import ConfigError
 from tierstream.io.measure import Case, Labels, Measurement, Sample
 from tierstream.io.posix import PosixBackend
 from tierstream.io.scratch import forget_cached, incompressible, stamp, sync
 from tierstream.io.workload import Access, blocks, cached_note, run_requests, storage_bytes
 
-BackendKind: TypeAlias = Literal["posix", "kvikio"]
 BufferKind: TypeAlias = Literal["host", "device"]
 ACCESSES: tuple[Access, ...] = ("read", "write", "mixed")
 #: Tunings within this share of the best are as good: the one that costs least is taken.
@@ -35,6 +34,12 @@ class Tuning:
     threads: int
     task_bytes: int
     queue_depth: int
+
+    def open_backend(self, name: str) -> Backend:
+        """A backend that works so; else as `tierstream.io.backend.open_backend`."""
+        return open_backend(
+            name, threads=self.threads, task_bytes=self.task_bytes, queue_depth=self.queue_depth
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,20 +182,12 @@ class DriveTarget:
 
 def _open(setting: Setting) -> Backend:
     tuning = setting.tuning
-    if setting.backend == "posix":
-        return PosixBackend(
-            threads=tuning.threads,
-            task_bytes=tuning.task_bytes,
-            queue_depth=tuning.queue_depth,
-            direct=setting.direct,
-        )
-    if not setting.direct:
+    if setting.direct:
+        return tuning.open_backend(setting.backend)
+    if setting.backend != "posix":
         raise ConfigError("the page cache is measured with the backend posix")
-    return open_backend(
-        setting.backend,
-        threads=tuning.threads,
-        task_bytes=tuning.task_bytes,
-        queue_depth=tuning.queue_depth,
+    return PosixBackend(
+        threads=tuning.threads, task_bytes=tuning.task_bytes, queue_depth=tuning.queue_depth, direct=False
     )
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from tierstream.io import mounts, seam
-from tierstream.io.backend import PathLike
-from tierstream.io.drive_rates import ACCESSES, BackendKind, DriveTarget, Setting, Tuning
+from tierstream.io.backend import BackendKind, PathLike
+from tierstream.io.drive_rates import ACCESSES, DriveTarget, Setting, Tuning
 from tierstream.io.durable import write_file
 from tierstream.io.errors import ConfigError, storage_errors
 from tierstream.io.measure import measure

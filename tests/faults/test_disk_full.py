@@ -20,24 +20,13 @@ from support.drive_kinds import open_descriptors, small_ext4
 from support.faults import Call, Fault, FaultySyscalls
 from support.runs import final_planes, make_run, records, train
 
-from tierstream.engine import machine, plan_report
-from tierstream.engine.bound import Rates
 from tierstream.engine.checkpoint import checkpoints
 from tierstream.engine.config import RunConfig
-from tierstream.engine.machine import machine_rates, measure_drive
 from tierstream.io import seam
 
 STEPS = 4
 #: 10 MB of state.
 WIDE = 2000
-
-
-@pytest.fixture(autouse=True)
-def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is not measured: that takes longer than these runs."""
-    rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
-    monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -165,12 +154,11 @@ def test_a_drive_that_is_too_small_is_refused_with_both_numbers(
 
 
 def test_a_drive_with_just_enough_room_is_enough(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, tmp_path: Path
 ) -> None:
     """Nothing beside the state takes space there: the measurement of the drive makes way."""
     config = make_run(tmp_path, steps=2, intermediate_size=WIDE)
-    monkeypatch.setattr(plan_report, "machine_rates", machine_rates)
-    monkeypatch.setattr(machine, "measure_drive", measure_drive)
+    config.tiers.profile = None
     with small_drive(tmp_path, 24 << 20) as drive:
         use_drive(config, drive)
         assert command.train(config)[::2] == (0, "")

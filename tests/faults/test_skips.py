@@ -15,8 +15,6 @@ import pytest
 from support.command import Command, use_drive
 from support.runs import final_planes, make_run, records, snapshot_planes, train
 
-from tierstream.engine import machine, plan_report
-from tierstream.engine.bound import Rates
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data import Batch, PackedRows
 from tierstream.engine.gradients import GradientBuffers
@@ -28,14 +26,6 @@ from tierstream.tiered.snapshot import Snapshot
 
 #: Of the corpus of `test_a_step_without_a_trained_token_changes_nothing` it leaves one token in the last row.
 SEQ_LEN = 5
-
-
-@pytest.fixture(autouse=True)
-def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is not measured: that takes longer than these runs."""
-    rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
-    monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
 
 
 def spoil_gradients(

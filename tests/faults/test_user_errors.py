@@ -20,13 +20,10 @@ from support.faults import FaultySyscalls, fail
 from support.rig import reference_model, tiny_config
 from support.runs import VOCABULARY, make_run, records
 
-from tierstream.engine import machine, plan_report
 from tierstream.engine.assemble import STATE_FOLDER
-from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.corpus import fingerprint_files
-from tierstream.engine.machine import machine_rates, measure_drive
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.tokenizer import train_tokenizer
 from tierstream.io import seam
@@ -312,14 +309,6 @@ def device_is_not_there(config: RunConfig, folder: Path) -> Iterator[list[str]]:
     config.train.device = "cpu"
 
 
-@pytest.fixture(autouse=True)
-def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is not measured: that takes longer than these runs."""
-    rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
-    monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
-
-
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     return Command(capsys, tmp_path)
@@ -378,11 +367,9 @@ def test_a_run_file_with_a_mistake(
 
 
 def test_a_drive_that_a_killed_run_left_is_taken_over(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, tmp_path: Path
 ) -> None:
     """Also the files with which it measured the drive."""
-    monkeypatch.setattr(plan_report, "machine_rates", machine_rates)
-    monkeypatch.setattr(machine, "measure_drive", measure_drive)
     config = make_run(tmp_path, steps=1)
     config.tiers.profile = None
     drive = use_drive(config, tmp_path / "drive")

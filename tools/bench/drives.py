@@ -13,8 +13,8 @@ from typing import Literal
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.plan import STATE_FOLDER
 from tierstream.engine.streaming import StreamedStore, stored_bytes
-from tierstream.io.backend import Buffer, TransferPath, open_backend
-from tierstream.io.drive_rates import ACCESSES, BackendKind, BufferKind, DriveTarget, Setting, Tuning
+from tierstream.io.backend import BackendKind, Buffer, TransferPath
+from tierstream.io.drive_rates import ACCESSES, BufferKind, DriveTarget, Setting, Tuning
 from tierstream.io.drives import DirectoryLock, Drive, check_directories
 from tierstream.io.errors import ConfigError, StorageError
 from tierstream.io.extents import check_written
@@ -328,12 +328,7 @@ class MeasuredPath:
     def drive(self, way: Way, tuning: Tuning, weight: float, stack: ExitStack) -> Drive:
         """A new folder here as a store's drive; its backend is closed at the end of `stack`."""
         assert self.folder is not None
-        backend = open_backend(
-            way.backend,
-            threads=tuning.threads,
-            task_bytes=tuning.task_bytes,
-            queue_depth=tuning.queue_depth,
-        )
+        backend = tuning.open_backend(way.backend)
         stack.callback(backend.close)
         name = f"store-{len(os.listdir(self.folder.path))}"
         return Drive(os.path.join(self.folder.path, name), backend, weight)

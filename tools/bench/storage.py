@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from tierstream.engine.streaming import StreamedStore
 from tierstream.io import mounts, probes, seam
-from tierstream.io.backend import Buffer, open_backend, resolve_backend
-from tierstream.io.drive_rates import BackendKind, BufferKind, Tuning, best_tuning
+from tierstream.io.backend import BackendKind, Buffer, open_backend, resolve_backend
+from tierstream.io.drive_rates import BufferKind, Tuning, best_tuning
 from tierstream.io.errors import ConfigError
 from tierstream.io.kvikio_backend import cuda_device_present, kvikio_problem
 from tierstream.io.measure import Case, Labels, Measurement

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.drive_kinds import drive_of_kind, small_ext4
+from support.drive_kinds import small_ext4
 from support.faults import Call, FaultySyscalls
 from support.storage_bench import TINY, StorageBench, rows, unexpected
 
@@ -20,17 +19,6 @@ from tierstream.io.drive_rates import Tuning
 from tierstream.io.profile import MachineProfile, drive_identity
 
 PROCESSORS = {"update_rate": 12.0, "matmul_rate": 11.0}
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str]) -> StorageBench:
-    return StorageBench(capsys)
-
-
-@pytest.fixture
-def direct() -> Iterator[Path]:
-    with drive_of_kind("posix-direct") as drive:
-        yield drive.directory
 
 
 @pytest.fixture

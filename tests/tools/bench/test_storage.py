@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,18 +30,6 @@ from tierstream.tools.bench import storage
 
 MIB = 1 << 20
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str]) -> StorageBench:
-    return StorageBench(capsys)
-
-
-@pytest.fixture
-def direct() -> Iterator[Path]:
-    """An empty directory on a drive that takes direct I/O."""
-    with drive_of_kind("posix-direct") as drive:
-        yield drive.directory
 
 
 def figure_rows(result: dict[str, Any]) -> list[list[str]]:

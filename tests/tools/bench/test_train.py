@@ -252,14 +252,15 @@ LAUNCH = "\nimport sys\nfrom tierstream.tools.cli import main\nsys.exit(main())\
 def test_an_interrupt_leaves_nothing(
     drive: Path, moment: str, signum: signal.Signals, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    temporary = tmp_path_factory.mktemp("tmp")
+    temporary, caches = (tmp_path_factory.mktemp(name) for name in ("tmp", "torch"))
     args = ["bench", *TINY, "--nvme-dirs", str(drive), "--dram", "1MiB", "--json", str(drive.parent / "x")]
     with subprocess.Popen(
         [sys.executable, "-c", MOMENTS[moment] + LAUNCH, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TMPDIR": str(temporary)},
+        # torch keeps what it compiles, for the next process: that is not ours to remove.
+        env=os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(caches)},
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"

@@ -1,0 +1,22 @@
+"""What the tests of benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.drive_kinds import drive_of_kind
+from support.storage_bench import StorageBench
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> StorageBench:
+    return StorageBench(capsys)
+
+
+@pytest.fixture
+def direct() -> Iterator[Path]:
+    """An empty directory on a drive that takes direct I/O."""
+    with drive_of_kind("posix-direct") as drive:
+        yield drive.directory
