@@ -15,12 +15,12 @@ from support.command import Command, nothing_is_half_made, nothing_is_locked, us
 from support.faults import FaultySyscalls
 from support.runs import make_run, records, train
 
-from tierstream.engine import adam_rates, compute_rates, machine, plan_report, trainer
+from tierstream.engine import adam_rates, compute_rates, machine, plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import Observer, PlanReport, StepMetrics
 from tierstream.engine.trainer import Trainer
-from tierstream.io import probes, seam
+from tierstream.io import drive_rates, probes, seam
 from tierstream.io.drive_rates import Tuning
 from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
 
@@ -109,13 +109,13 @@ def test_the_backend_really_works_as_the_profile_says(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, seen = use_profile(config, tmp_path), []
-    open_backend = trainer.assemble.open_backend
+    open_backend = drive_rates.open_backend
 
     def opening(name: str, **options: int):  # type: ignore[no-untyped-def]
         seen.append(options)
         return open_backend(name, **options)
 
-    monkeypatch.setattr(trainer.assemble, "open_backend", opening)
+    monkeypatch.setattr(drive_rates, "open_backend", opening)
     Measured(monkeypatch)
     train(config)
     assert seen[-1] == {"threads": 3, "task_bytes": 1 << 20, "queue_depth": 5}
