@@ -90,8 +90,8 @@ void ArrayArgument::check(std::initializer_list<Element> accepted) {
         value_error(name_, "is written to, but is read-only");
 }
 
-void check_together(std::initializer_list<const ArrayArgument*> arrays) {
-    const ArrayArgument& first = **arrays.begin();
+void check_together(const std::vector<const ArrayArgument*>& arrays) {
+    const ArrayArgument& first = *arrays.front();
     for (const ArrayArgument* a : arrays) {
         if (a->count() != first.count()) {
             value_error(a->name(), std::to_string(a->count()) + " elements, but " + first.name() + " has " +

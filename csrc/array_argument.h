@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <vector>
 
 namespace tierstream {
 
@@ -46,6 +47,6 @@ private:
 
 // All arrays have the length of the first, and none that is written shares memory with another; else
 // value_error.
-void check_together(std::initializer_list<const ArrayArgument*> arrays);
+void check_together(const std::vector<const ArrayArgument*>& arrays);
 
 }  // namespace tierstream

@@ -4,8 +4,10 @@
 #include <nanobind/nanobind.h>
 
 #include <cmath>
+#include <deque>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "array_argument.h"
 #include "dispatch.h"
@@ -140,6 +142,44 @@ double sum_squares_of(nb::handle grad, std::int64_t threads) {
     return sum_squares(as_gradient(g), g.count(), thread_count);
 }
 
+std::uint32_t memory_read_of(nb::handle source, std::int64_t threads) {
+    const unsigned thread_count = check_threads(threads);
+    const ArrayArgument s(source.ptr(), "src", {Element::fp32}, Access::read);
+    const GilReleased unlocked;
+    return memory_read(s.fp32(), s.count(), thread_count);
+}
+
+void memory_copy_of(nb::handle source, nb::handle target, std::int64_t threads) {
+    const unsigned thread_count = check_threads(threads);
+    const ArrayArgument s(source.ptr(), "src", {Element::fp32}, Access::read);
+    const ArrayArgument t = writes_fp32(target, "dst");
+    check_together({&s, &t});
+    const GilReleased unlocked;
+    memory_copy(s.fp32(), t.fp32(), s.count(), thread_count);
+}
+
+Elements as_elements(const ArrayArgument& array) {
+    if (array.element() == Element::fp32) return {.fp32 = array.fp32()};
+    return {.uint16 = array.uint16()};
+}
+
+void memory_update_of(nb::sequence targets, nb::handle source, std::int64_t threads) {
+    const unsigned thread_count = check_threads(threads);
+    const ArrayArgument s(source.ptr(), "src", {Element::fp32, Element::uint16}, Access::read);
+    std::deque<ArrayArgument> held;  // which moves none of them
+    std::vector<const ArrayArgument*> all{&s};
+    std::vector<Elements> elements;
+    for (const nb::handle target : targets) {
+        held.emplace_back(target.ptr(), "dst", std::initializer_list{Element::fp32, Element::uint16},
+                          Access::write);
+        all.push_back(&held.back());
+        elements.push_back(as_elements(held.back()));
+    }
+    check_together(all);
+    const GilReleased unlocked;
+    memory_update({elements.data(), elements.size(), as_elements(s)}, s.count(), thread_count);
+}
+
 std::uint32_t crc32c(nb::handle buffer, std::uint32_t seed) {
     const ArrayArgument b(buffer.ptr(), "buffer", {Element::uint8}, Access::read);
     const GilReleased unlocked;
@@ -165,5 +205,8 @@ NB_MODULE(_native, m) {
     m.def("join_master", &join_master, array("weight"), array("low"), array("master"));
     m.def("round_bf16", &round_bf16, array("src"), array("dst"));
     m.def("sum_squares", &sum_squares_of, array("grad"), "threads"_a);
+    m.def("memory_read", &memory_read_of, array("src"), "threads"_a);
+    m.def("memory_copy", &memory_copy_of, array("src"), array("dst"), "threads"_a);
+    m.def("memory_update", &memory_update_of, "dst"_a, array("src"), "threads"_a);
     m.def("crc32c", &crc32c, array("buffer"), "seed"_a = 0);
 }

@@ -42,6 +42,19 @@ struct AdamwScalars {
     float negative_step_size;  // -lr / bias_correction1
 };
 
+// An array of 32-bit or 16-bit elements; exactly one of the two pointers is set.
+struct Elements {
+    float* fp32 = nullptr;
+    std::uint16_t* uint16 = nullptr;
+};
+
+// What memory_update reads and writes.
+struct MemoryStreams {
+    const Elements* targets;
+    std::size_t target_count;
+    Elements source;  // only read
+};
+
 // All ranges are element indices [begin, end); pointers need only be aligned to their element.
 struct Kernels {
     const char* isa;
@@ -53,6 +66,9 @@ struct Kernels {
     void (*round_bf16)(const float* source, std::uint16_t* target, std::size_t begin,
                        std::size_t end) noexcept;
     double (*sum_squares)(const Gradient&, std::size_t begin, std::size_t end) noexcept;
+    // Two yardsticks: the traffic of a sum and of an update, with next to no arithmetic.
+    std::uint32_t (*memory_read)(const float* source, std::size_t begin, std::size_t end) noexcept;
+    void (*memory_update)(const MemoryStreams&, std::size_t begin, std::size_t end) noexcept;
     std::uint32_t (*crc32c)(const std::uint8_t* data, std::size_t nbytes, std::uint32_t seed) noexcept;
 };
 

@@ -53,7 +53,13 @@ typename V::Bits nearest_even(typename V::Float value) {
     return V::if_nan(value, quiet_nan_half<V>(x), rounded);
 }
 
+// How many elements ahead `adamw` asks for the lines that it comes to. Two divisions and a root keep the
+// processor so busy with few elements that its loads of later ones start too late, and its own prefetch follows
+// five arrays at once less far than memory is away. Behind the end of an array a prefetch does nothing.
+constexpr std::size_t prefetch_ahead = 512;
+
 struct Fp32Gradient {
+    static void prefetch(const Gradient& grad, std::size_t i) { __builtin_prefetch(grad.fp32 + i); }
     template <class V>
     static typename V::Float load(const Gradient& grad, std::size_t i) {
         return V::load(grad.fp32 + i);
@@ -61,6 +67,7 @@ struct Fp32Gradient {
 };
 
 struct Bf16Gradient {
+    static void prefetch(const Gradient& grad, std::size_t i) { __builtin_prefetch(grad.bf16 + i); }
     template <class V>
     static typename V::Float load(const Gradient& grad, std::size_t i) {
         return V::from_bits(V::template shift_left<16>(V::load_u16(grad.bf16 + i)));
@@ -68,6 +75,10 @@ struct Bf16Gradient {
 };
 
 struct SplitMaster {
+    static void prefetch(const AdamwArrays& a, std::size_t i) {
+        __builtin_prefetch(a.weight + i);
+        __builtin_prefetch(a.low + i);
+    }
     template <class V>
     static typename V::Float load(const AdamwArrays& a, std::size_t i) {
         return join<V>(V::load_u16(a.weight + i), V::load_u16(a.low + i));
@@ -80,6 +91,10 @@ struct SplitMaster {
 
 template <bool writes_weight>
 struct Fp32Master {
+    static void prefetch(const AdamwArrays& a, std::size_t i) {
+        __builtin_prefetch(a.master + i);
+        if constexpr (writes_weight) __builtin_prefetch(a.weight + i);
+    }
     template <class V>
     static typename V::Float load(const AdamwArrays& a, std::size_t i) {
         return V::load(a.master + i);
@@ -103,6 +118,10 @@ std::size_t adamw_steps(const AdamwArrays& a, const AdamwScalars& s, std::size_t
     const auto correction = V::set(s.bias_correction2_sqrt),
                negative_step_size = V::set(s.negative_step_size);
     for (; i + V::width <= end; i += V::width) {
+        Master::prefetch(a, i + prefetch_ahead);
+        Grad::prefetch(a.grad, i + prefetch_ahead);
+        __builtin_prefetch(a.exp_avg + i + prefetch_ahead);
+        __builtin_prefetch(a.exp_avg_sq + i + prefetch_ahead);
         const auto grad = V::mul(Grad::template load<V>(a.grad, i), grad_scale);
         // param.mul_(1 - lr * weight_decay)
         const auto decayed = V::mul(Master::template load<V>(a, i), decay);
@@ -210,9 +229,66 @@ double sum_squares(const Gradient& grad, std::size_t begin, std::size_t end) noe
                                 : sum_squares_range<V, Bf16Gradient>(grad, begin, end);
 }
 
+// Memory bandwidth
+
+// The sum of all elements modulo 2^32, which no compiler can leave out.
+template <class V>
+std::uint32_t memory_read(const float* source, std::size_t begin, std::size_t end) noexcept {
+    constexpr std::size_t chains = 4;  // so that no addition waits for the one before it
+    typename V::Bits sums[chains];
+    for (auto& sum : sums) sum = V::set_bits(0);
+    std::size_t i = begin;
+    for (; i + chains * V::width <= end; i += chains * V::width) {
+        for (std::size_t k = 0; k < chains; ++k) {
+            sums[k] = V::add(sums[k], V::bits(V::load(source + i + k * V::width)));
+        }
+    }
+    float lanes[chains * V::width];
+    for (std::size_t k = 0; k < chains; ++k) V::store(lanes + k * V::width, V::from_bits(sums[k]));
+    std::uint32_t total = 0;
+    for (const float lane : lanes) total += Scalar::bits(lane);
+    for (; i < end; ++i) total += Scalar::bits(source[i]);
+    return total;
+}
+
+template <class V>
+typename V::Bits load_element(const Elements& array, std::size_t i) {
+    return array.fp32 != nullptr ? V::bits(V::load(array.fp32 + i)) : V::load_u16(array.uint16 + i);
+}
+
+void prefetch_element(const Elements& array, std::size_t i) {
+    __builtin_prefetch(array.fp32 != nullptr ? static_cast<const void*>(array.fp32 + i) : array.uint16 + i);
+}
+
+// Every target becomes source - target modulo its width: as cheap as an update can be, and undone by a second.
+template <class V>
+std::size_t memory_update_steps(const MemoryStreams& m, std::size_t i, std::size_t end) {
+    for (; i + V::width <= end; i += V::width) {
+        const auto source = load_element<V>(m.source, i);
+        for (std::size_t k = 0; k < m.target_count; ++k) {
+            const Elements& target = m.targets[k];
+            prefetch_element(target, i + prefetch_ahead);
+            const auto difference = V::sub(source, load_element<V>(target, i));
+            if (target.fp32 != nullptr) {
+                V::store(target.fp32 + i, V::from_bits(difference));
+            } else {
+                V::store_u16(target.uint16 + i, V::bit_and(difference, V::set_bits(0xffff)));
+            }
+        }
+    }
+    return i;
+}
+
+template <class V>
+void memory_update(const MemoryStreams& m, std::size_t begin, std::size_t end) noexcept {
+    const std::size_t rest = memory_update_steps<V>(m, begin, end);
+    memory_update_steps<Scalar>(m, rest, end);
+}
+
 template <class V>
 constexpr Kernels make_kernels(const char* isa, decltype(Kernels::crc32c) crc32c) {
-    return {isa, adamw<V>, split_master<V>, join_master<V>, round_bf16<V>, sum_squares<V>, crc32c};
+    return {isa,           adamw<V>,       split_master<V>,  join_master<V>, round_bf16<V>,
+            sum_squares<V>, memory_read<V>, memory_update<V>, crc32c};
 }
 
 }  // namespace

@@ -1,7 +1,9 @@
 #include "operations.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "dispatch.h"
@@ -64,6 +66,28 @@ double sum_squares(const Gradient& grad, std::size_t count, unsigned threads) {
     double total = 0;
     for (const double sum : partial) total += sum;
     return total;
+}
+
+std::uint32_t memory_read(const float* source, std::size_t count, unsigned threads) {
+    const auto kernel = kernels().memory_read;
+    std::atomic<std::uint32_t> total{0};
+    for_each_range(count, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
+        total.fetch_add(kernel(source, begin, end), std::memory_order_relaxed);
+    });
+    return total;
+}
+
+void memory_copy(const float* source, float* target, std::size_t count, unsigned threads) {
+    for_each_range(count, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
+        std::memcpy(target + begin, source + begin, (end - begin) * sizeof(float));
+    });
+}
+
+void memory_update(const MemoryStreams& streams, std::size_t count, unsigned threads) {
+    const auto kernel = kernels().memory_update;
+    for_each_range(count, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
+        kernel(streams, begin, end);
+    });
 }
 
 }  // namespace tierstream

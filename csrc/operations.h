@@ -24,4 +24,10 @@ void adamw(const AdamwArrays& arrays, const AdamwHyperparameters& hyper, std::si
 // threads.
 double sum_squares(const Gradient& grad, std::size_t count, unsigned threads);
 
+// Yardsticks of memory bandwidth: the sum of 32-bit elements modulo 2^32, memcpy, and every target replaced
+// by source - target modulo its width.
+std::uint32_t memory_read(const float* source, std::size_t count, unsigned threads);
+void memory_copy(const float* source, float* target, std::size_t count, unsigned threads);
+void memory_update(const MemoryStreams& streams, std::size_t count, unsigned threads);
+
 }  // namespace tierstream

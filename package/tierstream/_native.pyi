@@ -12,6 +12,7 @@ environment variable TIERSTREAM_ISA (scalar, avx2, avx512) lowers the choice; a 
 the CPU cannot run raises ValueError in every function that uses the kernels.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -98,6 +99,24 @@ def round_bf16(src: NDArray[np.float32], dst: NDArray[np.uint16]) -> None:
 def sum_squares(grad: NDArray[np.float32] | NDArray[np.uint16], threads: int) -> float:
     """The sum of squares of an fp32 or bf16 array, in fp64; not finite exactly if an element is not
     finite."""
+
+def memory_read(src: NDArray[np.float32], threads: int) -> int:
+    """The sum of the elements as unsigned integers, modulo 2**32: reads at the speed of memory."""
+
+def memory_copy(src: NDArray[np.float32], dst: NDArray[np.float32], threads: int) -> None:
+    """Copy `src` to `dst` with memcpy, block by block."""
+
+def memory_update(
+    dst: Sequence[NDArray[np.float32] | NDArray[np.uint16]],
+    src: NDArray[np.float32] | NDArray[np.uint16],
+    threads: int,
+) -> None:
+    """Replace each element x of every array of `dst` by s - x, modulo its width, where s is that of `src`, as
+    unsigned integers. A second call undoes the first.
+
+    All arrays are walked side by side, as by AdamW, with as little arithmetic as an update in place can have:
+    what memory gives to such a pattern.
+    """
 
 def crc32c(buffer: Buffer, seed: int = 0) -> int:
     """CRC-32C (RFC 3720) of an array of bytes; `crc32c(b, crc32c(a))` is that of a followed by b."""
