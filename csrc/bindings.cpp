@@ -110,6 +110,16 @@ void adamw_fp32(nb::handle master, nb::handle weight, nb::handle exp_avg, nb::ha
           hyper, x.count(), thread_count);
 }
 
+// In the order of the parameters of engine/device_kernels.cu.
+nb::tuple adamw_scalars(std::int64_t step, double lr, double beta1, double beta2, double eps,
+                        double weight_decay, double grad_scale) {
+    const AdamwHyperparameters hyper{step, lr, beta1, beta2, eps, weight_decay, grad_scale};
+    check(hyper);
+    const AdamwScalars s = make_adamw_scalars(hyper);
+    return nb::make_tuple(s.grad_scale, s.decay, s.lerp_coefficient, s.lerp_from_grad ? 1.0f : 0.0f, s.beta2,
+                          s.one_minus_beta2, s.bias_correction2_sqrt, s.eps, s.negative_step_size);
+}
+
 void split_master(nb::handle master, nb::handle weight, nb::handle low) {
     const ArrayArgument x(master.ptr(), "master", {Element::fp32}, Access::read);
     const ArrayArgument w = writes_uint16(weight, "weight"), l = writes_uint16(low, "low");
@@ -201,6 +211,8 @@ NB_MODULE(_native, m) {
     m.def("adamw_fp32", &adamw_fp32, array("master"), array("weight"), array("exp_avg"), array("exp_avg_sq"),
           array("grad"), nb::kw_only(), "step"_a, "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a,
           "grad_scale"_a, "threads"_a);
+    m.def("adamw_scalars", &adamw_scalars, nb::kw_only(), "step"_a, "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,
+          "weight_decay"_a, "grad_scale"_a);
     m.def("split_master", &split_master, array("master"), array("weight"), array("low"));
     m.def("join_master", &join_master, array("weight"), array("low"), array("master"));
     m.def("round_bf16", &round_bf16, array("src"), array("dst"));

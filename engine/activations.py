@@ -14,8 +14,8 @@ from concurrent.futures import Future, InvalidStateError
 import torch
 
 from tierstream.engine.device import Device
+from tierstream.engine.download import Downloader
 from tierstream.engine.trace import Trace
-from tierstream.engine.transfer import Downloader
 from tierstream.engine.units import activation_unit
 from tierstream.io.errors import InvariantError
 
@@ -51,15 +51,10 @@ class ActivationStash:
             return
         with self._trace.stall("activations", activation_unit(layer)):
             self._room.acquire()
-        # Lives until its bytes are in DRAM, whatever the layers do meanwhile.
-        kept = [hidden.contiguous().view(-1)]
-
-        def done() -> None:
-            kept.clear()
-            self._room.release()
-
+        # The downloader holds it until its bytes are in DRAM, whatever the layers do meanwhile.
+        content = hidden.contiguous().view(-1).view(torch.uint8)
         job = self._downloader.submit(
-            activation_unit(layer), "activation", lambda: kept[0], self._device.compute.record(), done
+            activation_unit(layer), "activation", content, self._device.compute.record(), self._room.release
         )
         job.add_done_callback(lambda job: _settle(self._stored[layer], job.exception()))
 

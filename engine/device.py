@@ -3,8 +3,8 @@
 A lane is an ordered queue of work: on CUDA a stream, on the CPU simply the thread that uses it. `record`
 marks a point of a lane, `wait` orders another lane behind it, `when_done` runs a callback on the host once
 the lane has come that far (a stream is watched by a thread of its own, so that the one who enqueues never
-waits). Three lanes are used: `compute`, `upload` (weights and boundary activations to the device) and
-`download` (gradients and boundary activations from it).
+waits). Three lanes are there from the begin: `compute`, `upload` (weights and boundary activations to the
+device) and `download` (gradients and boundary activations from it).
 
 The tests put random delays and NaN poison into this seam (`CopyFaults`): an ordering that holds only by luck
 then breaks.
@@ -23,11 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tierstream import _native
+from tierstream.engine.device_kernels import CudaKernels, HostKernels, Kernels
 from tierstream.io.errors import ConfigError
-
-#: Device reductions run over blocks of this many elements, which bounds the fp64 temporary.
-_REDUCE_BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass
@@ -202,8 +199,10 @@ class CudaLane:
 
 
 class Device:
-    """The device that computes, with its three lanes and the few operations that differ between CUDA and the
-    CPU.
+    """The device that computes, with its lanes and the few operations that differ between CUDA and the CPU.
+
+    Attributes:
+        kernels: the optimizer's arithmetic.
     """
 
     def __init__(self, name: str = "cpu", faults: CopyFaults | None = None) -> None:
@@ -224,11 +223,16 @@ class Device:
             if self.torch_device.index is None:
                 self.torch_device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.set_device(self.torch_device)
-            self.compute: Lane = CudaLane(torch.cuda.current_stream(), faults)
-            self.upload: Lane = CudaLane(torch.cuda.Stream(), faults)
-            self.download: Lane = CudaLane(torch.cuda.Stream(), faults)
-        else:
-            self.compute, self.upload, self.download = (HostLane(faults) for _ in range(3))
+        self.kernels: Kernels = CudaKernels(self.torch_device) if self.is_cuda else HostKernels()
+        self._lanes: list[Lane] = []
+        self.compute = self.lane(torch.cuda.current_stream() if self.is_cuda else None)
+        self.upload, self.download = self.lane(), self.lane()
+
+    def lane(self, stream: torch.cuda.Stream | None = None) -> Lane:
+        """One more lane, closed with the device. `stream`: what it works on; None: one of its own."""
+        lane = CudaLane(stream or torch.cuda.Stream(), self.faults) if self.is_cuda else HostLane(self.faults)
+        self._lanes.append(lane)
+        return lane
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """A persistent byte buffer on the device, aligned for direct I/O on the CPU and for any dtype view on
@@ -245,26 +249,6 @@ class Device:
         if self.faults:
             with lane.active():
                 buffer.view(torch.uint8).fill_(0xFF)
-
-    def sum_squares(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of squares of a flat fp32 or bf16 tensor as a 0-dim fp64 tensor: the same bits every time on
-        one device.
-
-        fp64 cannot overflow here, so the result is finite exactly if every element is.
-        """
-        if not self.is_cuda:
-            bits = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
-            return torch.tensor(_native.sum_squares(bits.numpy(), threads=1), dtype=torch.float64)
-        parts = [part.double().square_().sum() for part in values.split(_REDUCE_BLOCK_ELEMENTS)]
-        return torch.stack(parts).sum()
-
-    def round_to_bf16(self, values: torch.Tensor) -> torch.Tensor:
-        """fp32 to bf16, round to nearest even."""
-        if self.is_cuda:
-            return values.to(torch.bfloat16)
-        rounded = torch.empty(values.numel(), dtype=torch.uint16)
-        _native.round_bf16(values.numpy(), rounded.numpy())
-        return rounded.view(torch.bfloat16)
 
     @contextlib.contextmanager
     def replayed_rng(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
@@ -310,5 +294,5 @@ class Device:
         return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
 
     def close(self) -> None:
-        for lane in (self.compute, self.upload, self.download):
+        for lane in self._lanes:
             lane.close()

@@ -1,76 +1,106 @@
 """Sums a unit's gradient in fp32 on the device and sends it to its `grad` plane.
 
 Autograd gives a gradient per row chunk in the compute dtype; they are added, in the order of the chunks, into
-one flat fp32 buffer per unit. When the unit is complete the download lane takes its sum of squares (for the
-norm and the finite check), rounds to the storage dtype where asked, and writes the pages.
+one flat fp32 buffer per unit. When the unit is complete its sum of squares is taken (for the norm and the
+finite check), and the download lane writes the pages, rounded to the storage dtype where asked.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from tierstream.engine.device import Device
+from tierstream.engine.download import Downloader
 from tierstream.engine.trace import Trace
-from tierstream.engine.transfer import Downloader
-from tierstream.tiered.layout import Unit
+from tierstream.tiered.layout import Page, Unit
+
+
+class GradientSum:
+    """fp32 views, one per tensor of a unit, over one flat buffer; elements between tensors are zero."""
+
+    def __init__(self, unit: Unit, flat: torch.Tensor) -> None:
+        self.flat = flat[: unit.numel]
+        self._tensors = [flat[t.offset : t.end].view(t.shape) for t in unit.tensors]
+        self._unwritten = set(range(len(self._tensors)))
+        edges = [0, *(edge for t in unit.tensors for edge in (t.offset, t.end)), unit.numel]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            if start < end:
+                flat[start:end].zero_()
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """One gradient per tensor, None: zero. The first one is written, which spares a pass over zeros."""
+        for index, (total, gradient) in enumerate(zip(self._tensors, gradients, strict=True)):
+            if gradient is None:
+                continue
+            if index in self._unwritten:
+                total.copy_(gradient)
+                self._unwritten.discard(index)
+            else:
+                total.add_(gradient)
+
+    def views(self) -> list[torch.Tensor]:
+        """The tensors themselves, to be added to; those without a gradient so far are zero."""
+        for index in self._unwritten:
+            self._tensors[index].zero_()
+        self._unwritten.clear()
+        return self._tensors
 
 
 class GradientBuffers:
     """fp32 accumulators on the device, in groups of one size; a buffer is reused when its bytes are in DRAM.
 
     Args:
+        units: all that have gradients.
         group_of: unit name -> group.
         groups: group -> (count, elements of one buffer).
-        grad_dtype: dtype of the `grad` planes, "float32" or "bfloat16".
+        stored: called, in another thread, for every page of a gradient that is in DRAM.
+        closed: called for every unit whose gradient is complete on the device.
     """
 
     def __init__(
         self,
         device: Device,
         downloader: Downloader,
+        units: Sequence[Unit],
         group_of: Mapping[str, str],
         groups: Mapping[str, tuple[int, int]],
-        grad_dtype: str,
         trace: Trace,
+        *,
+        stored: Callable[[Page], None],
+        closed: Callable[[str], None],
     ) -> None:
         self._device, self._downloader, self._trace = device, downloader, trace
-        self._group_of, self._grad_dtype = group_of, grad_dtype
+        self._group_of, self._stored, self._closed = group_of, stored, closed
         self._free = {
             group: [device.buffer(4 * numel).view(torch.float32) for _ in range(count)]
             for group, (count, numel) in groups.items()
         }
-        self._open: dict[str, torch.Tensor] = {}
+        self._open: dict[str, tuple[GradientSum, torch.Tensor]] = {}
         self._state = threading.Condition()
         self._outstanding = 0
-        self._sums: dict[str, torch.Tensor] = {}
+        self._index = {unit.name: index for index, unit in enumerate(units)}
+        self._squares = torch.zeros(len(units), dtype=torch.float64, device=device.torch_device)
 
-    def open(self, unit: Unit) -> list[torch.Tensor]:
-        """fp32 views, one per tensor of `unit`, that the caller adds to; zero at the unit's first use in a
-        step.
-        """
-        flat = self._open.get(unit.name)
-        if flat is None:
+    def open(self, unit: Unit) -> GradientSum:
+        """The sum of `unit`, empty at the unit's first use in a step."""
+        if unit.name not in self._open:
             free = self._free[self._group_of[unit.name]]
             with self._trace.stall("gradients", unit.name), self._state:
                 self._state.wait_for(lambda: free)
                 flat = free.pop()
             self._downloader.raise_failure()
-            self._open[unit.name] = flat
-            flat.zero_()
-        return [flat[t.offset : t.end].view(t.shape) for t in unit.tensors]
+            self._open[unit.name] = GradientSum(unit, flat), flat
+        return self._open[unit.name][0]
 
     def close(self, unit: Unit) -> None:
         """The unit's gradient is complete: send it away."""
-        flat = self._open.pop(unit.name)
-        ready = self._device.compute.record()
-        gradient = flat[: unit.numel]
-
-        def produce() -> torch.Tensor:
-            self._sums[unit.name] = self._device.sum_squares(gradient)
-            return gradient if self._grad_dtype == "float32" else self._device.round_to_bf16(gradient)
+        total, flat = self._open.pop(unit.name)
+        total.views()
+        index = self._index[unit.name]
+        self._device.kernels.sum_squares(total.flat, self._squares[index : index + 1])
 
         def done() -> None:
             self._device.poison(flat, self._device.download)
@@ -81,16 +111,24 @@ class GradientBuffers:
 
         with self._state:
             self._outstanding += 1
-        self._downloader.submit(unit.name, "grad", produce, ready, done)
+        self._closed(unit.name)
+        ready = self._device.compute.record()
+        self._downloader.submit(unit.name, "grad", total.flat, ready, done, self._stored)
 
-    def sums_of_squares(self, units: Sequence[Unit]) -> dict[str, float]:
-        """Wait until every closed gradient is in DRAM; the sums of squares of the step, in the order of
-        `units`.
+    def loss_and_sums_of_squares(self, loss: torch.Tensor) -> tuple[float, list[float]]:
+        """The step's loss (0-dim fp64) and the sums of squares of the units' gradients, in their order.
 
         This is the one point of a step where the host waits for the device.
         """
-        with self._trace.stall("verdict"), self._state:
+        self._downloader.raise_failure()
+        values = torch.cat([loss.reshape(1), self._squares])
+        with self._trace.stall("verdict"):
+            self._device.compute.record().synchronize()
+        first, *sums = values.tolist()
+        return first, sums
+
+    def wait_stored(self) -> None:
+        """Wait until every closed gradient is in DRAM."""
+        with self._state:
             self._state.wait_for(lambda: self._outstanding == 0)
         self._downloader.raise_failure()
-        sums, self._sums = self._sums, {}
-        return {unit.name: sums[unit.name].item() for unit in units}

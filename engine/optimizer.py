@@ -9,8 +9,8 @@ in `tierstream.engine.update`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tierstream.io.errors import ConfigError
@@ -44,6 +44,13 @@ class OptimizerConfig:
     """
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which a step's summed gradient waits for the update. It is always summed in fp32."""
+    check_finite: bool = True
+    """Skip a step whose gradient is not finite. False, which takes clip_norm: null, lets updates start during
+    backward; a gradient that is not finite then ends the run, and the weights are those of the last
+    checkpoint."""
+    placement: Literal["auto", "cpu", "gpu"] = "auto"
+    """What computes the update: the CPU, the GPU (the planes pass through it), or both, page by page, whichever
+    is free. All give the same bits."""
     threads: int | None = None
     """CPU threads of the update; null: as many as torch uses."""
     max_skipped_in_a_row: int = 5
@@ -65,6 +72,21 @@ class OptimizerConfig:
         for key, good, limit in checks:
             if not good:
                 raise ConfigError(f"optimizer.{key} is {getattr(self, key)}; it must be {limit}")
+        if self.clip_norm is not None and not self.check_finite:
+            raise ConfigError(
+                f"optimizer.check_finite is false and optimizer.clip_norm is {self.clip_norm}: clipping waits "
+                "for the whole gradient, so the check costs nothing; set clip_norm to null, or check_finite to "
+                "true"
+            )
+
+    def updates_on_device(self, *, device_in_host: bool) -> bool:
+        """Whether planes pass through the device, which may be the CPU itself."""
+        return self.placement == "gpu" or (self.placement == "auto" and not device_in_host)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a unit may be updated as soon as its own gradient is complete."""
+        return self.clip_norm is None and not self.check_finite
 
 
 def learning_rate(config: OptimizerConfig, applied_updates: int, total_updates: int) -> float:
@@ -101,7 +123,7 @@ class Verdict:
 
 
 def judge(
-    config: OptimizerConfig, sums_of_squares: Mapping[str, float], applied_updates: int, total_updates: int
+    config: OptimizerConfig, sums_of_squares: Iterable[float], applied_updates: int, total_updates: int
 ) -> Verdict:
     """Verdict from the sum of squares of each unit's gradient.
 
@@ -109,9 +131,14 @@ def judge(
     inf or NaN, so the finite check needs no pass of its own. The clip factor is `clip_norm / (norm + 1e-6)`,
     at most 1: that of torch.nn.utils.clip_grad_norm_.
     """
-    total = math.fsum(sums_of_squares.values())
+    total = math.fsum(sums_of_squares)
     norm = math.sqrt(total) if total >= 0 else math.nan
     factor = 1.0
     if config.clip_norm is not None and math.isfinite(norm):
         factor = min(1.0, config.clip_norm / (norm + 1e-6))
-    return Verdict(norm, factor, learning_rate(config, applied_updates, total_updates), applied_updates + 1)
+    return replace(unconditional(config, applied_updates, total_updates), grad_norm=norm, clip_factor=factor)
+
+
+def unconditional(config: OptimizerConfig, applied_updates: int, total_updates: int) -> Verdict:
+    """The verdict that needs no gradient: nothing is clipped and nothing checked. Its norm is not known yet."""
+    return Verdict(0.0, 1.0, learning_rate(config, applied_updates, total_updates), applied_updates + 1)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.granules import DEVICE_GRANULES, device_granule_nbytes
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round_up
@@ -37,8 +38,8 @@ class TiersConfig:
     """Byte budgets of the three tiers and how they are used."""
 
     gpu: ByteSize | None = None
-    """Device memory for streamed weights, gradient sums and staged activations (without the work space of
-    kernels); null: two layers. A larger budget keeps more layers on the device."""
+    """Device memory for streamed weights, gradient sums, staged activations and pages under update (without the
+    work space of kernels); null: two layers. A larger budget keeps more layers on the device."""
     dram: ByteSize | None = None
     """Host memory that caches the model's state; null: all of the state, or 70 % of what is free."""
     nvme_dirs: list[str] | None = None
@@ -138,9 +139,16 @@ def choose_page_bytes(layer_weight_nbytes: int, state_bytes: int, config: TiersC
 
 
 def device_groups(
-    units: ModelUnits, item_bytes: int, boundary_nbytes: int | None, gpu_budget: int | None
+    units: ModelUnits,
+    item_bytes: int,
+    boundary_nbytes: int | None,
+    update_nbytes: int,
+    gpu_budget: int | None,
 ) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], dict[str, str], int]:
     """Device buffers: slots for uploads, fp32 gradient sums, the group of each unit, and their bytes in all.
+
+    Args:
+        boundary_nbytes: of a staged activation; None: none is staged. update_nbytes: for pages under update.
 
     Raises:
         BudgetError: `gpu_budget` holds less than two layers beside the ends.
@@ -153,9 +161,8 @@ def device_groups(
     slots = {name: (1, unit.numel * item_bytes) for name, unit in ends.items()}
     if boundary_nbytes is not None:
         slots["activations"] = (min(2, layers), boundary_nbytes)
-    fixed = sum(count * nbytes for count, nbytes in slots.values()) + sum(
-        4 * count * n for count, n in sums.values()
-    )
+    fixed = update_nbytes + sum(count * nbytes for count, nbytes in slots.values())
+    fixed += sum(4 * count * n for count, n in sums.values())
     count = min(2, layers)
     if gpu_budget is not None:
         count = min(layers, (gpu_budget - fixed) // layer_nbytes)
@@ -163,7 +170,8 @@ def device_groups(
             least = fixed + min(2, layers) * layer_nbytes
             raise BudgetError(
                 f"tiers.gpu is {format_bytes(gpu_budget)}, but two layers of {format_bytes(layer_nbytes)} "
-                f"beside embedding, head, gradient sums and staged activations ({format_bytes(fixed)}) need "
+                f"beside embedding, head, gradient sums, staged activations and pages under update "
+                f"({format_bytes(fixed)}) need "
                 f"{format_bytes(least)}; raise tiers.gpu, or lower train.rows_per_step"
             )
     slots["layers"] = (count, layer_nbytes)
@@ -237,7 +245,6 @@ def make_plan(
 
     item_bytes = ITEM_BYTES[units.embed.dtype]
     boundary = rows * seq_len * hidden_size * item_bytes if tiers.activations == "dram" else None
-    slots, sums, group_of, gpu_bytes = device_groups(units, item_bytes, boundary, tiers.gpu)
     layout_of = partial(
         build_layout,
         units,
@@ -248,6 +255,9 @@ def make_plan(
     layer_nbytes = max(unit.numel for unit in units.layers) * item_bytes
     state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
     layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers))
+    on_device = optimizer.updates_on_device(device_in_host=device_in_host)
+    updates = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
+    slots, sums, group_of, gpu_bytes = device_groups(units, item_bytes, boundary, updates, tiers.gpu)
     dram = size_dram(tiers, layout, available_bytes, gpu_bytes if device_in_host else 0)
     plan = Plan(
         parameters=units.numel,

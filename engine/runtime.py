@@ -3,8 +3,8 @@
     step:  [update of the step before, unit by unit] -> upload -> forward ... loss ... backward -> gradients
     -> verdict
 
-The verdict of a step is carried out while the next one runs (`tierstream.engine.update`); `flush` carries it
-out at once, which gives the same bits.
+The verdict of a step is carried out while the next one runs, or, where nothing is clipped or checked, during
+its own backward (`tierstream.engine.update`); `flush` carries it out at once, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 
 from tierstream.engine.activations import ActivationStash
 from tierstream.engine.device import Device
+from tierstream.engine.download import Downloader
 from tierstream.engine.gradients import GradientBuffers
-from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, learning_rate
+from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, unconditional
 from tierstream.engine.plan import Plan
 from tierstream.engine.sweep import Batch, Sweep
 from tierstream.engine.trace import Trace
-from tierstream.engine.transfer import Downloader, StepPlan, Uploader
 from tierstream.engine.units import ModelUnits, activation_unit
 from tierstream.engine.update import UpdateDriver
+from tierstream.engine.upload import StepPlan, Uploader
+from tierstream.io.errors import TrainingStopped
 from tierstream.tiered.layout import Layout, Page, Unit
 from tierstream.tiered.store import Intent, Store
 
@@ -89,10 +91,11 @@ class Runtime:
         self._order: Sequence[Unit] = units.in_forward_order
         self.downloader = Downloader(device, store, layout, trace)
         self.uploader = Uploader(device, store, layout, plan.slot_groups, trace)
-        self.updates = UpdateDriver(store, layout, self._order, config, threads, trace)
+        self.updates = UpdateDriver(store, layout, self._order, device, config, threads, trace)
         self._gradients = GradientBuffers(
-            device, self.downloader, plan.group_of, plan.gradient_groups, config.grad_dtype, trace
-        )
+            device, self.downloader, self._order, plan.group_of, plan.gradient_groups, trace,
+            stored=self.updates.queue.stored, closed=self._update_now,
+        )  # fmt: skip
         self._stash = ActivationStash(
             device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
@@ -100,10 +103,13 @@ class Runtime:
             model, units, device, self.uploader, self._gradients, self._stash, trace,
             rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
         )  # fmt: skip
-        self._uploads = self._sweep.uploads(self.updates.wait)
-        self.steady_schedule = self._schedule(self.uploader.plan(self._uploads, stale=True), updating=True)
+        self._uploads = self._sweep.uploads(self.updates.queue.wait)
+        self.steady_schedule = self._schedule(
+            self.uploader.plan(self._uploads, stale=True), updating=not config.updates_in_backward
+        )
         self._following = [page for page, _ in self.steady_schedule]
         self._pending: Verdict | None = None
+        self._unconditional: Verdict | None = None
         self._device_is_stale = True
 
     def step(self, batch: Batch) -> StepOutcome:
@@ -116,14 +122,13 @@ class Runtime:
             return self._step(batch)
 
     def flush(self) -> None:
-        """Carry out the pending update now: before a checkpoint, an evaluation or an export."""
+        """Carry out what is left of an update now: before a checkpoint, an evaluation or an export."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        pages = [page for unit in self._order for page, _ in self.updates.uses(unit)]
-        self.store.begin_step(pages, self._following)
-        self.updates.begin(pending, unlimited=True)
-        self.updates.finish()
+        if pending is not None:
+            pages = [page for unit in self._order for page, _ in self.updates.uses(unit)]
+            self.store.begin_step(pages, self._following)
+            self.updates.begin(pending, unlimited=True)
+        self.updates.queue.finish()
 
     def traffic(self) -> Traffic:
         """What has moved so far. `gpu` counts uploads and downloads, `dram` page uses, `nvme` I/O."""
@@ -147,34 +152,64 @@ class Runtime:
         self.device.close()
 
     def _step(self, batch: Batch) -> StepOutcome:
+        verdict = unconditional(self._config, self.applied_updates, self._total_updates)
         if batch.trained_tokens == 0:
-            lr = learning_rate(self._config, self.applied_updates, self._total_updates)
-            return StepOutcome(math.nan, Verdict(0.0, 1.0, lr, self.applied_updates + 1))
+            return StepOutcome(math.nan, verdict)
         plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
         pending, self._pending = self._pending, None
         schedule = self._schedule(plan, updating=pending is not None)
         self.store.begin_step([page for page, _ in schedule], self._following)
         if pending is not None:
             self.updates.begin(pending)
+        self.updates.queue.want_in_forward_order()
+        self._unconditional = verdict
         loss = self._sweep.run(plan, batch)
-        self.updates.finish()
-        sums = self._gradients.sums_of_squares(self._order)
+        value, sums = self._gradients.loss_and_sums_of_squares(loss)
+        return StepOutcome(value, self._conclude(sums, value))
+
+    def _conclude(self, sums: Sequence[float], loss: float) -> Verdict:
+        """The verdict over the step's gradients, to be carried out later, or already under way."""
         verdict = judge(self._config, sums, self.applied_updates, self._total_updates)
-        if verdict.skipped:
+        if self._config.updates_in_backward:
+            if verdict.skipped:
+                raise TrainingStopped(
+                    f"the gradient of update {verdict.update} is not finite (loss {loss}) and was applied, "
+                    "since optimizer.check_finite is false: the weights of this run are lost; resume from its "
+                    "last checkpoint, with optimizer.check_finite: true"
+                )
+        elif verdict.skipped:
+            self._gradients.wait_stored()
             self.store.discard(self.updates.grad_pages())
+            self.updates.queue.forget()
             self._device_is_stale = False
+            return verdict
         else:
-            self._pending, self._device_is_stale = verdict, True
-            self.applied_updates += 1
-        return StepOutcome(loss, verdict)
+            self._pending = verdict
+        self._device_is_stale = True
+        self.applied_updates += 1
+        return verdict
+
+    def _update_now(self, unit: str) -> None:
+        """The gradient of a unit is complete on the device."""
+        if self._config.updates_in_backward and self._unconditional is not None:
+            self.updates.queue.decide([unit], self._unconditional)
 
     def _schedule(self, plan: StepPlan, *, updating: bool) -> list[tuple[Page, Intent]]:
-        """Every page use of a step, in the order in which it is expected."""
+        """Every page use of a step, in the order in which it is expected.
+
+        Args:
+            updating: the update of the step before is carried out in forward.
+        """
         uses: list[tuple[Page, Intent]] = []
         seen: set[str] = set()
 
         def add(pages: Sequence[Page], intent: Intent) -> None:
             uses.extend((page, intent) for page in pages)
+
+        def add_gradient(unit: Unit) -> None:
+            add(self.layout.pages(unit.name, "grad"), Intent.OVERWRITE)
+            if self._config.updates_in_backward:
+                uses.extend(self.updates.uses(unit))
 
         for index, (kind, layer) in enumerate(self._sweep.uses):
             unit = {"embed": self.units.embed, "head": self.units.head}.get(kind) or self.units.layers[layer]
@@ -185,6 +220,6 @@ class Runtime:
             if kind == "forward" and not self._stash.on_device:
                 add(self.layout.pages(activation_unit(layer), "activation"), Intent.OVERWRITE)
             if kind == "backward" or (kind == "head" and not self.units.tied):
-                add(self.layout.pages(unit.name, "grad"), Intent.OVERWRITE)
-        add(self.layout.pages(self.units.embed.name, "grad"), Intent.OVERWRITE)
+                add_gradient(unit)
+        add_gradient(self.units.embed)
         return uses

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
 
-from tierstream.engine.update import granules
+from tierstream.engine.granules import granules
 from tierstream.io.drives import Drive
 from tierstream.io.measure import Case, Labels, Sample
 from tierstream.io.scratch import incompressible, stamp

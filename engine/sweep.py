@@ -10,9 +10,10 @@ the number of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from tierstream.engine.device import Device
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.head import Head
 from tierstream.engine.trace import Trace, Track
-from tierstream.engine.transfer import StepPlan, Upload, Uploader
 from tierstream.engine.units import ModelUnits, activation_unit
+from tierstream.engine.upload import StepPlan, Upload, Uploader
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import Unit
 
@@ -161,11 +162,11 @@ class Sweep:
             uses.append(("backward", i))
         return uses
 
-    def uploads(self, gate: Callable[[str], None]) -> list[Upload]:
+    def uploads(self, gate: Callable[[str, int], None]) -> list[Upload]:
         """What a step uploads, one entry for each of `uses`.
 
         Args:
-            gate: blocks until the pending update of the unit of that name has been applied.
+            gate: blocks until the pending update of a page of the unit's weights has been applied.
         """
 
         def upload(kind: str, index: int) -> Upload:
@@ -174,20 +175,19 @@ class Sweep:
                     activation_unit(index),
                     "activation",
                     ACTIVATION_GROUP,
-                    lambda: self._stash.wait_stored(index),
+                    lambda page: self._stash.wait_stored(index),
                 )
             end = {"embed": self._units.embed, "head": self._units.head}.get(kind)
             unit = end or self._units.layers[index]
-            return Upload(unit.name, "weight", unit.name if end else LAYER_GROUP, lambda: gate(unit.name))
+            return Upload(unit.name, "weight", unit.name if end else LAYER_GROUP, partial(gate, unit.name))
 
         return [upload(*use) for use in self.uses]
 
-    def run(self, plan: StepPlan, batch: Batch) -> float:
-        """Forward, loss and backward of one step; the gradients are on their way to their planes when it
-        returns.
+    def run(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
+        """Forward, loss and backward of one step, enqueued; the gradients are on their way to their planes.
 
         Returns:
-            The mean cross-entropy over the step's trained tokens.
+            The mean cross-entropy over the step's trained tokens, 0-dim fp64 on the device.
         """
         self._stash.begin_step()
         self._uploader.begin(plan)
@@ -196,7 +196,7 @@ class Sweep:
         ).last_hidden_state
         use = self._use["head", 0]
         weights = self._head_binding.tensors(self._uploader.take(use))
-        sums = self._gradients.open(self._units.head)
+        sums = self._gradients.open(self._units.head).views()
         with torch.no_grad(), self._computing("head", self._units.head):
             loss, grad = self._head.loss_and_gradient(
                 weights, hidden.detach(), batch.labels, batch.trained_tokens, sums
@@ -206,8 +206,7 @@ class Sweep:
             self._gradients.close(self._units.head)
         torch.autograd.backward(hidden, grad)
         self._uploader.finish()
-        with self._trace.wait(Track.HOST, "device"):
-            return loss.item()
+        return loss
 
     def _computing(self, what: str, unit: Unit) -> AbstractContextManager[None]:
         """The block enqueues the unit's computation; all that it needs was waited for before."""
@@ -219,10 +218,8 @@ class Sweep:
         use = self._use["forward", call.layer]
         binding = self._layer_bindings[call.layer]
         weights = binding.tensors(self._uploader.take(use))
-        out = torch.empty_like(hidden)
         with self._computing("forward", binding.unit), binding.bound(weights):
-            for rows in self._chunks(call.rows):
-                out[rows] = call.run(hidden[rows], rows)
+            out = _joined(hidden, ((rows, call.run(hidden[rows], rows)) for rows in self._chunks(call.rows)))
         self._uploader.release(use)
         return out
 
@@ -231,21 +228,23 @@ class Sweep:
         hidden = self._stashed(call.layer, grad_out)
         binding = self._layer_bindings[call.layer]
         leaves = [w.detach().requires_grad_() for w in binding.tensors(self._uploader.take(use))]
-        sums = self._gradients.open(binding.unit)
-        grad_in = torch.empty_like(grad_out)
+        total = self._gradients.open(binding.unit)
         assert call.rng is not None
+
+        def chunk_backward(rows: slice) -> torch.Tensor:
+            part = hidden[rows].detach().requires_grad_()
+            out = call.run(part, rows)
+            grad_part, *grads = torch.autograd.grad(out, [part, *leaves], grad_out[rows], allow_unused=True)
+            total.add(grads)
+            return grad_part
+
         with (
             self._computing("backward", binding.unit),
             torch.enable_grad(),
             binding.bound(leaves),
             self._device.replayed_rng(call.rng),
         ):
-            for rows in self._chunks(call.rows):
-                part = hidden[rows].detach().requires_grad_()
-                out = call.run(part, rows)
-                grads = torch.autograd.grad(out, [part, *leaves], grad_out[rows], allow_unused=True)
-                grad_in[rows] = grads[0]
-                _add(sums, grads[1:])
+            grad_in = _joined(hidden, ((rows, chunk_backward(rows)) for rows in self._chunks(call.rows)))
         self._uploader.release(use)
         if not self._stash.on_device:
             self._uploader.release(self._use["activation", call.layer])
@@ -263,7 +262,7 @@ class Sweep:
 
     def embedding_backward(self, ids: torch.Tensor, grad_out: torch.Tensor) -> None:
         """Rows of the gradient are added in fp32, token after token, straight into the unit's buffer."""
-        sums = self._gradients.open(self._units.embed)
+        sums = self._gradients.open(self._units.embed).views()
         with self._computing("backward", self._units.embed):
             rows = grad_out.reshape(-1, grad_out.shape[-1]).float()
             flat_ids = ids.reshape(-1)
@@ -306,10 +305,16 @@ class Sweep:
         return shim
 
 
-def _add(sums: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    for total, grad in zip(sums, grads, strict=True):
-        if grad is not None:
-            total.add_(grad)
+def _joined(like: torch.Tensor, parts: Iterable[tuple[slice, torch.Tensor]]) -> torch.Tensor:
+    """The parts as one tensor of the shape and dtype of `like`; a part that is all of it as it is."""
+    whole = None
+    for rows, part in parts:
+        if part.shape == like.shape:
+            return part
+        whole = torch.empty_like(like) if whole is None else whole
+        whole[rows] = part
+    assert whole is not None
+    return whole
 
 
 def _final_norm(model: Any) -> nn.Module:

@@ -7,7 +7,7 @@ There is one `Trace` per run. It always counts what the computation waits for (`
 Work of a lane is timed where it happens: a stamp goes into the queue before it and one behind it. On CUDA
 these are timing events, read when the step has ended, so the host waits for nothing more than without a
 trace; on the CPU they are readings of the host's clock. The clock of the device is brought to the host's by a
-stamp at the begin of each step, when the device is idle.
+stamp at the begin of each step, when the compute lane is idle; the stamps are read when the trace ends.
 
 `trace_file` writes the spans for a viewer, `trace_summary` says what the lane `compute` waited for.
 """
@@ -39,6 +39,9 @@ class Track(StrEnum):
     DOWNLOAD = "download"
     HOST = "compute host"
     UPDATER = "updater"
+    SECOND_UPDATER = "updater 2"
+    DEVICE_UPDATER = "device updater"
+    DEVICE_UPDATES = "device updates"
     UPLOADER = "uploader"
     DOWNLOADER = "downloader"
     READS = "nvme reads"
@@ -47,7 +50,7 @@ class Track(StrEnum):
     @property
     def overlaps(self) -> bool:
         """Several spans may be under way at once."""
-        return self in (Track.READS, Track.WRITES)
+        return self in (Track.READS, Track.WRITES, Track.DEVICE_UPDATES)
 
 
 class Span(NamedTuple):
@@ -71,6 +74,13 @@ class Span(NamedTuple):
         return what if self.unit in ("", self.what) else f"{what} {self.unit}"
 
 
+class _Reference(NamedTuple):
+    """A stamp whose time on the host's clock is known."""
+
+    stamp: Stamp
+    time_s: float
+
+
 class _LaneWork(NamedTuple):
     """Work of a lane whose stamps cannot be read yet."""
 
@@ -79,6 +89,7 @@ class _LaneWork(NamedTuple):
     unit: str
     stamps: tuple[Stamp, Stamp]
     enqueued_s: tuple[float, float]
+    reference: _Reference
 
 
 class Trace:
@@ -94,16 +105,20 @@ class Trace:
         self.spans: list[Span] = []
         self._step = 0
         self._lane_work: list[_LaneWork] = []
+        self._reference: _Reference | None = None
         self._lock = threading.Lock()
         self._stall_s: dict[str, float] = {}
 
     def start(self, next_step: int) -> None:
         """Record from now on; `next_step` is the number of the step that comes."""
         self.recording, self._step, self.spans = True, next_step, []
+        self._lane_work, self._reference = [], None
 
     def stop(self) -> list[Span]:
-        """Record no more; the spans that have ended, in no particular order."""
+        """Record no more; the spans that have ended, in no particular order. Waits for the lanes."""
         self.recording = False
+        work, self._lane_work = self._lane_work, []
+        self.spans += [_resolved(item) for item in work]
         spans, self.spans = self.spans, []
         return spans
 
@@ -127,32 +142,33 @@ class Trace:
 
     def on_lane(self, track: Track, lane: Lane, what: str, unit: str) -> AbstractContextManager[None]:
         """What the block enqueues on `lane`, timed on the lane."""
-        return _LaneSpan(self, track, lane, what, unit) if self.recording else _NOTHING
+        if not self.recording or self._reference is None:
+            return _NOTHING
+        return _LaneSpan(self, self._reference, lane, (track, what, unit))
 
     @contextmanager
     def step(self, lane: Lane) -> Iterator[None]:
-        """One step, from an idle device until all that it enqueued is done; `lane` is one of the device's."""
+        """One step, from an idle compute lane until its verdict; `lane` is that lane."""
         if not self.recording:
             yield
             return
         before = time.perf_counter()
-        reference = lane.stamp()
-        reference.wait()
+        stamp = lane.stamp()
+        stamp.wait()
         begin = time.perf_counter()
-        self._lane_work = []
+        self._reference = _Reference(stamp, (before + begin) / 2)
         yield
-        self._resolve(reference, (before + begin) / 2)
         self.spans.append(Span(Track.STEPS, "step", str(self._step), begin, time.perf_counter()))
         self._step += 1
 
-    def _resolve(self, reference: Stamp, reference_s: float) -> None:
-        """Bring the stamps of the step to the host's clock."""
-        for work in self._lane_work:
-            begin, end = (reference_s + stamp.seconds_since(reference) for stamp in work.stamps)
-            self.spans.append(
-                Span(work.track, work.what, work.unit, begin, end, enqueued_s=work.enqueued_s)
-            )
-        self._lane_work = []
+
+def _resolved(work: _LaneWork) -> Span:
+    """The span of a lane's work, on the host's clock."""
+    reference, times = work.reference, []
+    for stamp in work.stamps:
+        stamp.wait()
+        times.append(reference.time_s + stamp.seconds_since(reference.stamp))
+    return Span(work.track, work.what, work.unit, times[0], times[1], enqueued_s=work.enqueued_s)
 
 
 class _Nothing:
@@ -193,10 +209,12 @@ class _Stall(_HostSpan):
 
 
 class _LaneSpan:
-    __slots__ = ("_begin_s", "_labels", "_lane", "_stamp", "_trace")
+    __slots__ = ("_begin_s", "_labels", "_lane", "_reference", "_stamp", "_trace")
 
-    def __init__(self, trace: Trace, track: Track, lane: Lane, what: str, unit: str) -> None:
-        self._trace, self._lane, self._labels = trace, lane, (track, what, unit)
+    def __init__(
+        self, trace: Trace, reference: _Reference, lane: Lane, labels: tuple[Track, str, str]
+    ) -> None:
+        self._trace, self._reference, self._lane, self._labels = trace, reference, lane, labels
 
     def __enter__(self) -> None:
         self._begin_s = time.perf_counter()
@@ -206,7 +224,7 @@ class _LaneSpan:
         if kind is None:  # after an error the device may be in any state
             stamps = self._stamp, self._lane.stamp()
             enqueued = self._begin_s, time.perf_counter()
-            self._trace._lane_work.append(_LaneWork(*self._labels, stamps, enqueued))
+            self._trace._lane_work.append(_LaneWork(*self._labels, stamps, enqueued, self._reference))
 
 
 class TracedDirectory:

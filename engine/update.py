@@ -1,104 +1,37 @@
-"""Carries out a verdict: AdamW over the planes of every unit, page after page, ahead of the units' next
-upload.
+"""Carries out verdicts: AdamW over the planes of every unit, granule after granule, by CPU, GPU or both.
 
-The update of a step is deferred into the next forward, in forward order, just ahead of the uploads
-(docs/design.md section 5). Its result is the same to the bit as an update at the end of the step, since
-nothing reads a weight in between.
+With clipping or the finite check, the update of a step is deferred into the next forward, in forward order,
+just ahead of the uploads (docs/design.md section 5); its result is the same to the bit as an update at the
+end of the step, since nothing reads a weight in between. Without both, a unit is updated during backward, as soon
+as its gradient is complete; what is left then goes on in the next forward.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-import numpy as np
+import torch
 
-from tierstream import _native
+from tierstream.engine.device import Device, Lane
+from tierstream.engine.device_kernels import NUMPY_DTYPES, TORCH_DTYPES, AdamW, cpu_adamw
+from tierstream.engine.granules import DEVICE_GRANULES, Granule, device_granule_nbytes, granules
 from tierstream.engine.optimizer import OptimizerConfig, Verdict
 from tierstream.engine.trace import Trace, Track
-from tierstream.io.errors import InvariantError
-from tierstream.tiered.layout import ITEM_BYTES, Layout, Page, Unit
+from tierstream.engine.update_queue import UNITS_AHEAD, UpdateQueue
+from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout, Page, Unit, round_up
+from tierstream.tiered.lease import Lease
 from tierstream.tiered.store import Intent, Store
 
-#: The update may run this many units ahead of the last unit whose weights were asked for: enough to hide it,
-#: little enough that updated weights are still in DRAM when they are uploaded.
-UNITS_AHEAD = 2
-
-_PLANE_VIEWS = {"bfloat16": np.uint16, "uint16": np.uint16, "float32": np.float32}
-
-
-class _AdamW(TypedDict):
-    """The settings of one call of the kernel (tierstream._native)."""
-
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_scale: float
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of the kernel: elements `[start, end)`; `pieces`: plane -> (index into the lease, first and
-    last byte there).
-    """
-
-    decay: bool
-    pieces: dict[str, tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Granule:
-    """What is updated under one lease: one page of the weight plane and the pages of the other planes over
-    the same elements.
-    """
-
-    uses: tuple[tuple[Page, Intent], ...]
-    calls: tuple[_Call, ...]
-
-
-def granules(layout: Layout, unit: Unit) -> list[Granule]:
-    """Cut a unit's update into granules, and each granule into calls that cross no page and no decay rule."""
-    planes = [plane for name, plane in layout.planes if name == unit.name]
-    per_page = {plane: layout.page_bytes // layout.spec(unit.name, plane).item_bytes for plane in planes}
-    result = []
-    for weight_page in layout.pages(unit.name, "weight"):
-        start, end = layout.page_span(weight_page)
-        uses: list[tuple[Page, Intent]] = []
-        for plane in planes:
-            intent = Intent.CONSUME if plane == "grad" else Intent.UPDATE
-            uses += [(page, intent) for page in layout.pages_over(unit.name, plane, start, end)]
-        index_of = {page: i for i, (page, _) in enumerate(uses)}
-        cuts = {start, end}
-        cuts.update(k for n in per_page.values() for k in range(-(-start // n) * n, end, n))
-        cuts.update(first for first, _, _ in unit.decay_runs() if start < first < end)
-        edges = sorted(cuts)
-        calls = []
-        for first, last in pairwise(edges):
-            decay = next(rule for begin, stop, rule in unit.decay_runs() if begin <= first < stop)
-            pieces = {}
-            for plane in planes:
-                item = ITEM_BYTES[layout.spec(unit.name, plane).dtype]
-                page = Page(unit.name, plane, first // per_page[plane])
-                offset = (first - page.index * per_page[plane]) * item
-                pieces[plane] = (index_of[page], offset, offset + (last - first) * item)
-            calls.append(_Call(decay, pieces))
-        result.append(Granule(tuple(uses), tuple(calls)))
-    return result
-
+#: While one computes, with all threads, the other gets the next pages.
+_CPU_WORKERS = (Track.UPDATER, Track.SECOND_UPDATER)
 
 class UpdateDriver:
-    """Runs deferred updates in a thread; `wait(unit)` is the gate of the unit's next upload.
+    """Threads that update granules; see `UpdateQueue` for their order.
 
     Args:
-        units: in forward order, the order in which they are updated.
+        units: in forward order.
         threads: CPU threads of the kernel.
     """
 
@@ -107,117 +40,169 @@ class UpdateDriver:
         store: Store,
         layout: Layout,
         units: Sequence[Unit],
+        device: Device,
         config: OptimizerConfig,
         threads: int,
         trace: Trace,
     ) -> None:
-        self._store, self._config, self._threads, self._trace = store, config, threads, trace
-        self._order = [unit.name for unit in units]
+        self._config, self._trace = config, trace
         self._granules = {unit.name: granules(layout, unit) for unit in units}
-        self._dtypes = {
-            (unit.name, plane): _PLANE_VIEWS[layout.spec(unit.name, plane).dtype]
-            for unit in units
-            for name, plane in layout.planes
-            if name == unit.name
+        self.queue = UpdateQueue(self._granules)
+        dtypes = {
+            (spec.unit, spec.plane): spec.dtype
+            for spec in layout.planes.values()
+            if spec.unit in self._granules
         }
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="updater")
-        self._state = threading.Condition()
-        self._done = len(self._order)
-        self._allowed = 0
-        self._job: Future[None] | None = None
-        self._error: BaseException | None = None
-        self._aborted = False
+        workers: list[tuple[Track, _Worker]] = []
+        if config.placement != "gpu":
+            worker = _CpuWorker(store, dtypes, threads)
+            workers += [(track, worker) for track in _CPU_WORKERS]
+        if config.updates_on_device(device_in_host=not device.is_cuda):
+            nbytes = device_granule_nbytes(layout, units)
+            workers.append((Track.DEVICE_UPDATER, _DeviceWorker(store, layout, dtypes, device, nbytes)))
+        self._threads = [
+            threading.Thread(target=self._work, args=pair, name=pair[0], daemon=True) for pair in workers
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def uses(self, unit: Unit) -> list[tuple[Page, Intent]]:
         """Page uses of the unit's update, in order."""
         return [use for granule in self._granules[unit.name] for use in granule.uses]
 
     def grad_pages(self) -> list[Page]:
-        return [
-            page
-            for name in self._order
-            for granule in self._granules[name]
-            for page, intent in granule.uses
-            if intent is Intent.CONSUME
-        ]
+        return [page for own in self._granules.values() for granule in own for page in granule.gradient]
 
     def begin(self, verdict: Verdict, *, unlimited: bool = False) -> None:
         """Start the update of all units. `unlimited`: do not wait for uploads (a flush)."""
-        if self._job is not None:
-            raise InvariantError("an update began before the one before it was finished")
-        with self._state:
-            self._done = 0
-            self._allowed = len(self._order) if unlimited else UNITS_AHEAD
-        self._job = self._thread.submit(self._run, verdict)
-
-    def wait(self, unit_name: str) -> None:
-        """Block until the unit's pending update, if any, has been applied; lets the update run further
-        ahead.
-        """
-        position = self._order.index(unit_name)
-        with self._state:
-            self._allowed = max(self._allowed, position + 1 + UNITS_AHEAD)
-            self._state.notify_all()
-            self._state.wait_for(lambda: self._done > position or self._error is not None)
-            if self._error is not None:
-                raise self._error
-
-    def finish(self) -> None:
-        """Wait until every unit is updated; raises what made the update fail."""
-        if self._job is None:
-            return
-        with self._state:
-            self._allowed = len(self._order)
-            self._state.notify_all()
-        job, self._job = self._job, None
-        job.result()
+        self.queue.decide(self._granules, verdict, ahead=None if unlimited else UNITS_AHEAD)
 
     def close(self) -> None:
-        with self._state:
-            self._aborted = True
-            self._state.notify_all()
-        self._thread.shutdown(wait=True)
+        self.queue.close()
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self, verdict: Verdict) -> None:
+    def _work(self, track: Track, worker: _Worker) -> None:
+        queue, trace = self.queue, self._trace
         try:
-            for position, name in enumerate(self._order):
-                with self._trace.wait(Track.UPDATER, "permission", name), self._state:
-                    self._state.wait_for(lambda position=position: self._aborted or position < self._allowed)  # type: ignore[misc]
-                    if self._aborted:
-                        raise InvariantError("the update was aborted")
-                for granule in self._granules[name]:
-                    self._apply(name, granule, verdict)
-                with self._state:
-                    self._done = position + 1
-                    self._state.notify_all()
+            while True:
+                with trace.wait(track, "work"):
+                    taken = queue.take()
+                if taken is None:
+                    return
+                granule, verdict = taken
+                worker.update(granule, self._settings(granule, verdict), queue, trace, track)
         except BaseException as error:
-            with self._state:
-                self._error = error
-                self._state.notify_all()
-            raise
+            queue.failed(error)
 
-    def _apply(self, name: str, granule: Granule, verdict: Verdict) -> None:
-        with self._trace.wait(Track.UPDATER, "page", name):
+    def _settings(self, granule: Granule, verdict: Verdict) -> list[AdamW]:
+        """Of each call of the granule."""
+        config = self._config
+        return [
+            {
+                "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2,
+                "eps": config.eps, "weight_decay": config.weight_decay if call.decay else 0.0,
+                "grad_scale": verdict.clip_factor,
+            }
+            for call in granule.calls
+        ]  # fmt: skip
+
+
+class _Worker:
+    """Updates granules somewhere."""
+
+    def update(
+        self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
+    ) -> None:
+        """Update one granule, and tell the queue when it is finished, now or later from another thread."""
+        raise NotImplementedError
+
+
+class _CpuWorker(_Worker):
+    """In place, in DRAM. May be called from several threads."""
+
+    def __init__(self, store: Store, dtypes: Mapping[tuple[str, str], str], threads: int) -> None:
+        self._store, self._threads = store, threads
+        self._dtypes = {key: NUMPY_DTYPES[dtype] for key, dtype in dtypes.items()}
+
+    def update(
+        self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
+    ) -> None:
+        with trace.wait(track, "page", granule.unit):
             lease = self._store.acquire(granule.uses)
-        with lease, self._trace.span(Track.UPDATER, "adamw", name):
-            for call in granule.calls:
-                views = {
-                    plane: lease.arrays[index][first:last].view(self._dtypes[name, plane])
+        with lease, trace.span(track, "adamw", granule.unit):
+            for call, own in zip(granule.calls, settings, strict=True):
+                planes = {
+                    plane: lease.arrays[index][first:last].view(self._dtypes[granule.unit, plane])
                     for plane, (index, first, last) in call.pieces.items()
                 }
-                self._adamw(views, verdict, self._config.weight_decay if call.decay else 0.0)
+                cpu_adamw(planes, own, self._threads)
+        queue.finished(granule)
 
-    def _adamw(self, views: dict[str, np.ndarray], verdict: Verdict, weight_decay: float) -> None:
-        config = self._config
-        settings: _AdamW = {
-            "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2,
-            "eps": config.eps, "weight_decay": weight_decay, "grad_scale": verdict.clip_factor,
-            "threads": self._threads,
-        }  # fmt: skip
-        moments = views["exp_avg"], views["exp_avg_sq"], views["grad"]
-        if "master_low" in views:
-            _native.adamw_split(views["weight"], views["master_low"], *moments, **settings)
-        elif "master" in views:
-            _native.adamw_fp32(views["master"], views["weight"], *moments, **settings)
-        else:
-            _native.adamw_fp32(views["weight"], None, *moments, **settings)
+
+class _DeviceWorker(_Worker):
+    """Through buffers on the device. Each has a lane of its own: while one granule comes, another goes."""
+
+    def __init__(
+        self, store: Store, layout: Layout, dtypes: Mapping[tuple[str, str], str], device: Device, nbytes: int
+    ) -> None:
+        self._store, self._layout, self._device = store, layout, device
+        self._dtypes = {key: TORCH_DTYPES[dtype] for key, dtype in dtypes.items()}
+        self._free = threading.Semaphore(DEVICE_GRANULES)
+        self._slots: list[tuple[Lane, torch.Tensor]] = [
+            (device.lane(), device.buffer(nbytes)) for _ in range(DEVICE_GRANULES)
+        ]
+
+    def update(
+        self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
+    ) -> None:
+        with trace.wait(track, "copies", granule.unit):
+            self._free.acquire()
+        lane, buffer = slot = self._slots.pop(0)
+        with trace.wait(track, "page", granule.unit):
+            lease = self._store.acquire(granule.uses)
+        with (
+            trace.span(track, "adamw", granule.unit),
+            trace.on_lane(Track.DEVICE_UPDATES, lane, "adamw", granule.unit),
+            self._cleared_on_error(lease),
+        ):
+            parts = self._parts(granule, buffer)
+            for part, array in zip(parts, lease.arrays, strict=True):
+                lane.copy_in(part, array)
+            with lane.active():
+                for call, own in zip(granule.calls, settings, strict=True):
+                    planes = {
+                        plane: parts[index][first:last].view(self._dtypes[granule.unit, plane])
+                        for plane, (index, first, last) in call.pieces.items()
+                    }
+                    self._device.kernels.adamw(planes, own)
+            for part, array, (_, intent) in zip(parts, lease.arrays, granule.uses, strict=True):
+                if intent is Intent.UPDATE:
+                    lane.copy_out(array, part)
+
+        def done() -> None:
+            self._device.poison(buffer, lane)
+            self._store.release(lease)
+            self._slots.append(slot)
+            self._free.release()
+            queue.finished(granule)
+
+        lane.when_done(done)
+
+    def _parts(self, granule: Granule, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Where each page of the granule lies in a device buffer."""
+        parts, start = [], 0
+        for page, _ in granule.uses:
+            size = self._layout.page_nbytes(page)
+            parts.append(buffer[start : start + size])
+            start += round_up(size, PAGE_ALIGN_BYTES)
+        return parts
+
+    @contextmanager
+    def _cleared_on_error(self, lease: Lease) -> Iterator[None]:
+        """Within, an error gives the lease back, so that nobody waits for it."""
+        try:
+            yield
+        except BaseException:
+            self._store.release(lease)
+            raise

@@ -95,7 +95,7 @@ def storage_errors(action: str, path: str | os.PathLike[str], *, detail: str = "
 
 
 class TrainingStopped(TierstreamError):
-    """The run ended itself, e.g. after too many skipped steps in a row; nothing was lost."""
+    """The run ended itself, e.g. after too many skipped steps in a row. Its checkpoints are good."""
 
     exit_status = 3
 

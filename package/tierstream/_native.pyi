@@ -79,6 +79,24 @@ def adamw_fp32(
     multiply-add. The other arguments are those of `adamw_split`.
     """
 
+def adamw_scalars(
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: float,
+) -> tuple[float, float, float, float, float, float, float, float, float]:
+    """What an AdamW step multiplies, adds and divides by, for the same kernel on another device.
+
+    Returns:
+        grad_scale, 1 - lr * weight_decay, the factor of the first moment's lerp, whether that lerp starts
+        from the gradient (1.0) or from the moment (0.0), beta2, 1 - beta2, the root of the second bias correction,
+        eps, and -lr over the first bias correction; each is an fp32 number.
+    """
+
 def split_master(master: NDArray[np.float32], weight: NDArray[np.uint16], low: NDArray[np.uint16]) -> None:
     """Split an fp32 master x into `weight`, bf16(x) rounded to nearest, ties away from zero, and `low`, its
     16 low bits.

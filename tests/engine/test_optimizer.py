@@ -41,7 +41,7 @@ def test_the_norm_is_global_and_the_factor_is_torchs() -> None:
     parts = {
         name: torch.randn(50, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")
     }
-    verdict = judge(config, {n: float(p.double().square().sum()) for n, p in parts.items()}, 7, 100)
+    verdict = judge(config, [float(p.double().square().sum()) for p in parts.values()], 7, 100)
     leaves = [p.clone().requires_grad_() for p in parts.values()]
     for leaf, part in zip(leaves, parts.values(), strict=True):
         leaf.grad = part.clone()
@@ -53,13 +53,13 @@ def test_the_norm_is_global_and_the_factor_is_torchs() -> None:
 
 
 def test_a_small_norm_is_not_clipped() -> None:
-    assert judge(OptimizerConfig(clip_norm=1e9), {"a": 4.0}, 0, 1).clip_factor == 1.0
-    assert judge(OptimizerConfig(clip_norm=None), {"a": 4e30}, 0, 1).clip_factor == 1.0
+    assert judge(OptimizerConfig(clip_norm=1e9), [4.0], 0, 1).clip_factor == 1.0
+    assert judge(OptimizerConfig(clip_norm=None), [4e30], 0, 1).clip_factor == 1.0
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -math.inf])
 def test_one_value_that_is_not_finite_skips_the_step(bad: float) -> None:
-    verdict = judge(OptimizerConfig(), {"a": 1.0, "b": bad, "c": 2.0}, 3, 10)
+    verdict = judge(OptimizerConfig(), [1.0, bad, 2.0], 3, 10)
     assert verdict.skipped
     assert verdict.update == 4
 

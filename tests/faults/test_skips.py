@@ -36,7 +36,7 @@ def spoil_gradients(
 
     def closing(self: GradientBuffers, closed: Unit) -> None:
         if closed.name == unit and next(seen) in steps:
-            self._open[unit][closed.tensors[0].offset] = value
+            self._open[unit][1][closed.tensors[0].offset] = value
         close(self, closed)
 
     monkeypatch.setattr(GradientBuffers, "close", closing)

@@ -5,6 +5,7 @@ bytes.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,42 @@ def test_a_trace_changes_nothing(tmp_path: Path, tiers: str) -> None:
     assert same_bits(planes, expected_planes) == []
 
 
+@pytest.mark.parametrize("placement", ["cpu", "gpu"])
+@pytest.mark.parametrize("early", [False, True], ids=["deferred", "in-backward"])
+@pytest.mark.parametrize("tiers", ["dram", "nvme"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_who_updates_and_when_changes_nothing(
+    tmp_path: Path, tiers: str, placement: str, early: bool, tied: bool
+) -> None:
+    """On the CPU, or through the buffers of the device; in the next forward, or during backward."""
+    for chunks, seed in [(1, None), (2, 7)]:
+        setup = base(clip=False, chunks=chunks, tied=tied)
+        optimizer = replace(setup.optimizer, placement=placement, check_finite=not early)  # type: ignore[arg-type]
+        setup = setup.but(optimizer=optimizer, faults_seed=seed)
+        if tiers == "nvme":
+            setup = setup.but(nvme=tmp_path / f"drive-{chunks}", dram=least_dram(setup))
+        expected_losses, expected_planes = resident(False, chunks, tied)
+        losses, planes = result(setup)
+        assert losses == expected_losses
+        assert same_bits(planes, expected_planes) == []
+
+
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
+def test_gradients_kept_in_bfloat16_agree_between_tiers(tmp_path: Path, grad_dtype: str) -> None:
+    """Rounded page by page on the device, for whoever updates."""
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=0.05, grad_dtype=grad_dtype)  # type: ignore[arg-type]
+    setup = base(clip=True, chunks=2, tied=True).but(optimizer=optimizer)
+    expected = result(setup.but(gpu_all=True, activations="gpu"))
+    through_device = setup.but(optimizer=replace(optimizer, placement="gpu"), page=4096)
+    for other in (
+        through_device,
+        through_device.but(nvme=tmp_path / "drive", dram=24 * 4096, faults_seed=2),
+    ):
+        losses, planes = result(other)
+        assert losses == expected[0]
+        assert same_bits(planes, expected[1]) == []
+
+
 def test_flush_between_steps_changes_nothing() -> None:
     """The deferred update gives the bits of an update at the end of the step."""
     setup = base(clip=True, chunks=1, tied=True)
@@ -152,7 +189,7 @@ def poison_last_gradient(run: Rig, unit: str, at_step: int) -> None:
     def closing(closed) -> None:  # type: ignore[no-untyped-def]
         if closed.name == unit:
             if calls[0] == at_step:
-                gradients._open[unit][closed.tensors[0].offset] = float("inf")
+                gradients._open[unit][1][closed.tensors[0].offset] = float("inf")
             calls[0] += 1
         close(closed)
 

@@ -181,6 +181,7 @@ class Rig:
         return {key: self.plane(*key) for key, spec in self.layout.planes.items() if spec.durable}
 
     def plane(self, unit: str, plane: str) -> np.ndarray:
+        self.runtime._gradients.wait_stored()
         spec = self.layout.spec(unit, plane)
         out = np.empty(spec.numel, {2: np.uint16, 4: np.float32}[spec.item_bytes])
         self.store.read_range(unit, plane, 0, out)

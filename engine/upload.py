@@ -1,12 +1,9 @@
-"""Moves bytes between the store's pages and persistent device buffers, ahead of and behind the computation.
+"""Fills persistent device buffers from the store's pages, ahead of the computation.
 
 `Uploader` walks a step's list of uploads (weights of a unit, boundary activations) in a thread of its own and
 fills slots: byte buffers on the device, in groups of one size. Which upload goes to which slot is decided
 before the step, by Belady's rule on the known order (`assign_slots`), so the order of page uses is known to
 the store exactly, and timing never changes what happens.
-
-`Downloader` takes finished device buffers (gradients, boundary activations) and writes them to pages, in
-order, in its own thread.
 """
 
 from __future__ import annotations
@@ -31,14 +28,14 @@ IN_FLIGHT_PAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One use of device bytes: plane `plane` of `unit`, in a slot of `group`. `gate`, if any, is waited for
-    before reading.
+    """One use of device bytes: plane `plane` of `unit`, in a slot of `group`. `gate` is called with the index
+    of each page before it is read, and blocks until it may be.
     """
 
     unit: str
     plane: str
     group: str
-    gate: Callable[[], None] | None = None
+    gate: Callable[[int], None] = lambda page: None
 
     @property
     def content(self) -> tuple[str, str]:
@@ -244,10 +241,7 @@ class Uploader:
 
     def _fill(self, upload: Upload, assignment: Assignment, slot: _Slot) -> None:
         lane, layout, trace = self._device.upload, self._layout, self._trace
-        if upload.gate is not None:
-            cause = "download" if upload.plane == "activation" else "update"
-            with trace.wait(Track.UPLOADER, cause, upload.unit):
-                upload.gate()
+        cause = "download" if upload.plane == "activation" else "update"
         with trace.wait(Track.UPLOADER, "slot", upload.unit), self._state:
             self._state.wait_for(
                 lambda: self._aborted or assignment.after < 0 or self._released[assignment.after]
@@ -262,6 +256,8 @@ class Uploader:
             for page in layout.pages(upload.unit, upload.plane):
                 start = page.index * layout.page_bytes
                 size = min(layout.page_bytes, end - start)
+                with trace.wait(Track.UPLOADER, cause, upload.unit):
+                    upload.gate(page.index)
                 with trace.wait(Track.UPLOADER, "copies", upload.unit):
                     self._credits.acquire()
                 with trace.wait(Track.UPLOADER, "page", upload.unit):
@@ -275,73 +271,3 @@ class Uploader:
         self._store.release(lease)  # type: ignore[arg-type]
         self._credits.release()
 
-
-class Downloader:
-    """Writes finished device buffers to pages, in the order of `submit`, in a thread of its own."""
-
-    def __init__(self, device: Device, store: Store, layout: Layout, trace: Trace) -> None:
-        self._device, self._store, self._layout, self._trace = device, store, layout, trace
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="downloader")
-        self._credits = threading.BoundedSemaphore(IN_FLIGHT_PAGES)
-        self._failed: BaseException | None = None
-        self.bytes_down = 0
-
-    def submit(
-        self,
-        unit: str,
-        plane: str,
-        produce: Callable[[], torch.Tensor],
-        ready: Event,
-        done: Callable[[], None],
-    ) -> Future[None]:
-        """Queue the plane's bytes for its pages.
-
-        Args:
-            produce: called in the download lane once `ready` is past; gives the flat tensor to write.
-            ready: point of the compute lane after which the source is whole.
-            done: called on the host when the bytes are in DRAM and the source may be reused.
-        """
-        self.raise_failure()
-        return self._thread.submit(self._run, unit, plane, produce, ready, done)
-
-    def raise_failure(self) -> None:
-        if self._failed is not None:
-            raise self._failed
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
-
-    def _run(
-        self,
-        unit: str,
-        plane: str,
-        produce: Callable[[], torch.Tensor],
-        ready: Event,
-        done: Callable[[], None],
-    ) -> None:
-        try:
-            self.raise_failure()
-            lane, layout, trace = self._device.download, self._layout, self._trace
-            lane.wait(ready)
-            with trace.on_lane(Track.DOWNLOAD, lane, plane, unit):
-                with lane.active():
-                    source = produce().view(torch.uint8)
-                for page in layout.pages(unit, plane):
-                    start = page.index * layout.page_bytes
-                    size = min(layout.page_bytes, source.numel() - start)
-                    with trace.wait(Track.DOWNLOADER, "copies", unit):
-                        self._credits.acquire()
-                    with trace.wait(Track.DOWNLOADER, "page", unit):
-                        lease = self._store.acquire([(page, Intent.OVERWRITE)])
-                    lane.copy_out(lease.arrays[0][:size], source[start : start + size])
-                    lane.when_done(lambda lease=lease: self._give_back(lease))  # type: ignore[misc]
-                    self.bytes_down += size
-            lane.when_done(done)
-        except BaseException as error:
-            self._failed = self._failed or error
-            done()
-            raise
-
-    def _give_back(self, lease: object) -> None:
-        self._store.release(lease)  # type: ignore[arg-type]
-        self._credits.release()

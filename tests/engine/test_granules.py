@@ -9,8 +9,8 @@ import torch
 import transformers
 from support.rig import tiny_config
 
+from tierstream.engine.granules import granules
 from tierstream.engine.units import build_layout, find_units
-from tierstream.engine.update import granules
 from tierstream.tiered.layout import ITEM_BYTES
 from tierstream.tiered.store import Intent
 

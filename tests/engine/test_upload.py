@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstream.engine.transfer import Upload, assign_slots
+from tierstream.engine.upload import Upload, assign_slots
 
 
 def palindrome(layers: int) -> list[Upload]:

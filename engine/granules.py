@@ -1,0 +1,92 @@
+"""Cuts the update of a unit into granules: what is updated under one lease, by one call after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, Page, Unit, round_up
+from tierstream.tiered.store import Intent
+
+#: Granules on their way through the GPU at once: one up, one down, one computed.
+DEVICE_GRANULES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the kernel.
+
+    Attributes:
+        decay: weight decay applies to these elements.
+        pieces: plane -> (index into the granule's pages, first and last byte there).
+    """
+
+    decay: bool
+    pieces: Mapping[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Granule:
+    """One page of a unit's weight plane and the pages of its other planes over the same elements. No page is in
+    two granules.
+    """
+
+    unit: str
+    index: int
+    """Of the weight page, which is that of the granule in its unit."""
+    uses: tuple[tuple[Page, Intent], ...]
+    calls: tuple[Call, ...]
+    gradient: frozenset[Page]
+    """Pages that must be stored before it can be updated."""
+
+
+def granules(layout: Layout, unit: Unit) -> list[Granule]:
+    """The unit's granules in the order of its elements; calls cross no page and no change of decay."""
+    planes = [plane for name, plane in layout.planes if name == unit.name]
+    per_page = {plane: layout.page_bytes // layout.spec(unit.name, plane).item_bytes for plane in planes}
+    result = []
+    for weight_page in layout.pages(unit.name, "weight"):
+        start, end = layout.page_span(weight_page)
+        uses: list[tuple[Page, Intent]] = []
+        for plane in planes:
+            intent = Intent.CONSUME if plane == "grad" else Intent.UPDATE
+            uses += [(page, intent) for page in layout.pages_over(unit.name, plane, start, end)]
+        cuts = {start, end}
+        cuts.update(k for n in per_page.values() for k in range(-(-start // n) * n, end, n))
+        cuts.update(first for first, _, _ in unit.decay_runs() if start < first < end)
+        edges = pairwise(sorted(cuts))
+        calls = [_call(layout, unit, uses, planes, first, last) for first, last in edges]
+        gradient = frozenset(page for page, intent in uses if intent is Intent.CONSUME)
+        result.append(Granule(unit.name, weight_page.index, tuple(uses), tuple(calls), gradient))
+    return result
+
+
+def _call(
+    layout: Layout,
+    unit: Unit,
+    uses: Sequence[tuple[Page, Intent]],
+    planes: Sequence[str],
+    first: int,
+    last: int,
+) -> Call:
+    """The call for elements `[first, last)`."""
+    index_of = {page: i for i, (page, _) in enumerate(uses)}
+    decay = next(rule for begin, stop, rule in unit.decay_runs() if begin <= first < stop)
+    pieces = {}
+    for plane in planes:
+        item = ITEM_BYTES[layout.spec(unit.name, plane).dtype]
+        per_page = layout.page_bytes // item
+        page = Page(unit.name, plane, first // per_page)
+        offset = (first - page.index * per_page) * item
+        pieces[plane] = (index_of[page], offset, offset + (last - first) * item)
+    return Call(decay, pieces)
+
+
+def device_granule_nbytes(layout: Layout, units: Iterable[Unit]) -> int:
+    """Bytes of a device buffer that holds the pages of any granule, each at a multiple of PAGE_ALIGN_BYTES."""
+    return max(
+        sum(round_up(layout.page_nbytes(page), PAGE_ALIGN_BYTES) for page, _ in granule.uses)
+        for unit in units
+        for granule in granules(layout, unit)
+    )

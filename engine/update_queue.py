@@ -1,0 +1,160 @@
+"""Which granule is updated next: one whose verdict is known and whose gradient is stored, in the order in
+which forward needs them.
+
+Workers `take` granules and report them `finished`; uploads `wait` for theirs. Who computes which granule, and
+when, is left to whoever is free: the planes do not depend on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+from tierstream.engine.granules import Granule
+from tierstream.engine.optimizer import Verdict
+from tierstream.io.errors import InvariantError
+from tierstream.tiered.layout import Page
+
+#: A deferred update may run this many units ahead of the last unit whose weights were asked for: enough to
+#: hide it, little enough that updated weights are still in DRAM when they are uploaded.
+UNITS_AHEAD = 2
+
+
+class _UnitState:
+    """What is left of one unit's update."""
+
+    def __init__(self, position: int, granules: Sequence[Granule]) -> None:
+        self.position, self.granules = position, granules
+        self.verdict: Verdict | None = None
+        """Of the update under way."""
+        self.untaken: list[Granule] = []
+        self.unfinished: set[int] = set()
+
+
+class UpdateQueue:
+    """Every method may be called from any thread.
+
+    Args:
+        granules: unit -> its granules; units in forward order.
+    """
+
+    def __init__(self, granules: Mapping[str, Sequence[Granule]]) -> None:
+        self._units = {name: _UnitState(i, own) for i, (name, own) in enumerate(granules.items())}
+        self._pending: list[_UnitState] = []
+        """Units with granules that nobody has taken, in the order in which they are wanted."""
+        self._stored: set[Page] = set()
+        """Gradient pages in DRAM."""
+        self._allowed = len(self._units)
+        self._state = threading.Condition()
+        self._error: BaseException | None = None
+        self._closed = False
+
+    def stored(self, page: Page) -> None:
+        """A page of a gradient is in DRAM."""
+        with self._state:
+            self._stored.add(page)
+            self._state.notify_all()
+
+    def forget(self) -> None:
+        """The stored gradients are discarded."""
+        with self._state:
+            self._stored.clear()
+
+    def decide(self, units: Iterable[str], verdict: Verdict, *, ahead: int | None = None) -> None:
+        """These units are to be updated.
+
+        Args:
+            ahead: so many units may be updated before the first is asked for (`wait`); None: all.
+
+        Raises:
+            InvariantError: the update of a unit before this one has not been finished.
+        """
+        with self._state:
+            for name in units:
+                unit = self._units[name]
+                if unit.unfinished:
+                    raise InvariantError(f"an update of {name} began before the one before it was finished")
+                unit.verdict = verdict
+                unit.untaken = list(unit.granules)
+                unit.unfinished = {granule.index for granule in unit.granules}
+                self._pending.append(unit)
+            self._allowed = len(self._units) if ahead is None else ahead
+            self._state.notify_all()
+
+    def want_in_forward_order(self) -> None:
+        """What is left of updates during backward is wanted by the forward that comes."""
+        with self._state:
+            self._pending.sort(key=lambda unit: unit.position)
+
+    def take(self) -> tuple[Granule, Verdict] | None:
+        """The next granule, as soon as there is one; None: the queue was closed, or a worker failed."""
+        with self._state:
+            while not self._closed and self._error is None:
+                for unit in self._pending:
+                    if unit.position >= self._allowed:
+                        continue
+                    granule = next((g for g in unit.untaken if g.gradient <= self._stored), None)
+                    if granule is not None:
+                        assert unit.verdict is not None
+                        self._stored -= granule.gradient
+                        unit.untaken.remove(granule)
+                        if not unit.untaken:
+                            self._pending.remove(unit)
+                        return granule, unit.verdict
+                self._state.wait()
+            return None
+
+    def finished(self, granule: Granule) -> None:
+        """The planes of a granule that was taken are updated, and its lease was given back."""
+        with self._state:
+            self._units[granule.unit].unfinished.discard(granule.index)
+            self._state.notify_all()
+
+    def failed(self, error: BaseException) -> None:
+        """A worker ends with an error: everyone who waits gets it."""
+        with self._state:
+            self._error = self._error or error
+            self._state.notify_all()
+
+    def wait(self, unit: str, granule: int) -> None:
+        """Block until the pending update of a granule, if any, is finished; lets updates run further ahead.
+
+        Raises:
+            BaseException: what made a worker fail.
+        """
+        state = self._units[unit]
+        with self._state:
+            ahead = state.position + 1 + UNITS_AHEAD
+            if ahead > self._allowed:
+                self._allowed = ahead
+                self._state.notify_all()
+            self._state.wait_for(lambda: granule not in state.unfinished or self._error or self._closed)
+            self._raise()
+
+    def finish(self) -> None:
+        """Wait until no update is left.
+
+        Raises:
+            BaseException: what made a worker fail.
+        """
+        with self._state:
+            self._allowed = len(self._units)
+            self._state.notify_all()
+            self._state.wait_for(
+                lambda: self._error
+                or self._closed
+                or not any(unit.unfinished for unit in self._units.values())
+            )
+            self._raise()
+
+    def close(self) -> None:
+        """Nothing is handed out any more."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise InvariantError("the update was aborted")
