@@ -61,7 +61,7 @@ class ResidentModel:
                 # Autograd adds in place to a gradient that is there.
                 self._gradients[tensor.name] = parameter.grad = torch.zeros_like(parameter)
                 self._parameters[tensor.name] = parameter
-        _replace_parameters(model, self._parameters)
+        replace_parameters(model, self._parameters)
         materialise_buffers(model, None, device)
         self._decoder = model.get_decoder()
         for layer in self._decoder.layers:
@@ -98,7 +98,7 @@ class ResidentModel:
         return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients))
 
 
-def _replace_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+def replace_parameters(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     """Puts them in the place of the model's own of the same names, tied ones everywhere."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():

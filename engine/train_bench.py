@@ -245,6 +245,8 @@ class ResidentCase:
         BudgetError: the device has no room for its weights and gradients.
     """
 
+    name = "resident"
+
     def __init__(self, bench: TieredBench, batch: Batch) -> None:
         config, self._batch = bench.config, batch
         device = bench.cases[0].runtime.device.torch_device

@@ -8,10 +8,10 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tierstream.engine import fused
 from tierstream.engine.byte_size import ByteSize
@@ -23,9 +23,10 @@ from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
 from tierstream.engine.shapes import ShapeName, architecture
 from tierstream.io.drives import check_directories
-from tierstream.io.errors import BudgetError, ConfigError
-from tierstream.io.measure import Labels
+from tierstream.io.errors import BudgetError, ConfigError, TierstreamError
 from tierstream.io.scratch import ScratchFolder
+from tierstream.tools.bench import peers
+from tierstream.tools.bench.peers import PeerCase, PeerName
 from tierstream.tools.bench.report import OutputOptions, check_output, present, run_cases
 from tierstream.tools.bench.result import Result
 from tierstream.tools.options import parse_options
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from tierstream.engine.machine import KnownDrive
     from tierstream.engine.sweep import Batch
     from tierstream.engine.train_bench import Setting
-    from tierstream.tools.bench.training import MeasuredCase
+    from tierstream.tools.bench.training import MeasuredCase, Row
 
+BaselineName: TypeAlias = Literal["resident"] | PeerName
 _PROG = "tierstream bench train"
 _DESCRIPTION = """\
 Measure how fast the executor trains, over random weights and random tokens.
@@ -44,6 +46,10 @@ Measure how fast the executor trains, over random weights and random tokens.
   by round, and train one state. --layers with several depths repeats all of it.
 - --baseline resident: the same model, batch and loss, all of it on the device,
   forward and backward with recompute, without an optimizer; it takes turns too.
+- --baseline deepspeed-cpu deepspeed-nvme fsdp2-offload: whole steps, AdamW
+  included, of DeepSpeed ZeRO-3 and of PyTorch's FSDP2, which offload to host
+  memory or a drive; same first weights, batch and kernels, each in a process of
+  its own. They need what `pip install 'tierstream[peers]'` installs.
 - --check true: at the end the same steps run again with every layer on the
   device, and all losses must be equal to the bit; else the exit status is 1.
 - Prints tokens/s, TFLOP/s, the bound, memory, bytes moved and waits.
@@ -77,7 +83,7 @@ class TrainBenchOptions(OutputOptions):
     activations: Literal["dram", "gpu"] = "dram"
     """Where the inputs of layers wait for backward."""
     clip_norm: list[float | None] | None = field(default_factory=lambda: list[float | None]([1.0]))
-    """Norms that gradients are clipped to; null: no clipping."""
+    """Norms that gradients are clipped to; null: no clipping. Peers take the first."""
     profile: str | None = None
     """Machine profile with the rates for the bound; null: they are measured first."""
     steps: int = 3
@@ -85,19 +91,24 @@ class TrainBenchOptions(OutputOptions):
     device: str = "cuda"
     """Where layers are computed: cuda, cuda:1, cpu."""
     deterministic: bool = True
-    """Only deterministic kernels, as in training; for the baseline too."""
+    """Only deterministic kernels, as in training; for the resident baseline too. Peers are free to choose."""
     kernels: Literal["plain", "liger"] = "plain"
     """Element-wise kernels of the layers, of the baseline too: the model's own, or the fused ones of Liger,
     which must be installed."""
-    baseline: Literal["resident"] | None = None
+    baseline: list[BaselineName] | None = None
     """What is run beside; null: nothing."""
+    turns: Literal["rounds", "blocks"] = "rounds"
+    """Peers take turns with our cases, round by round; or each runs alone when these are done and their
+    memory and drives are free."""
+    peer_nvme_dir: str | None = None
+    """Directory for the state of deepspeed-nvme; null: the first of nvme_dirs. Nothing stays there."""
     check: bool = False
     """Compare every loss with a run that has all layers on the device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.clip_norm = [None] if self.clip_norm is None else self.clip_norm
-        for key in ("layers", "gpu", "clip_norm"):
+        for key in ("layers", "gpu", "clip_norm", "baseline"):
             values = getattr(self, key)
             if values is not None and (not values or len(set(values)) < len(values)):
                 raise ConfigError(
@@ -108,6 +119,16 @@ class TrainBenchOptions(OutputOptions):
                 raise ConfigError(f"--{key} is {value}; it must be at least 1")
         for clip in self.clip_norm:
             OptimizerConfig(clip_norm=clip)  # refuses what no run may have
+        if self.peer_nvme_dir is None and self.nvme_dirs:
+            self.peer_nvme_dir = self.nvme_dirs[0]
+        for name in self.peers:
+            if peers.uses_nvme(name) and self.peer_nvme_dir is None:
+                raise ConfigError(f"--baseline {name} needs a directory: name it as --peer-nvme-dir")
+
+    @property
+    def peers(self) -> list[PeerName]:
+        """Those of the baselines that are programs of others."""
+        return [name for name in self.baseline or [] if name != "resident"]
 
     def run_config(self, folder: str, nvme_dirs: list[str] | None) -> RunConfig:
         """As of a run whose model is described in `folder`.
@@ -146,22 +167,27 @@ def main(args: Sequence[str]) -> int:
         if options.kernels == "liger":
             _check_liger(options.device)
             stack.enter_context(fused.fused_rotary_embedding())
-        check_directories((path, 0) for path in options.nvme_dirs or [])
+        for name in options.peers:
+            peers.check_installed(name)
+        peer_dirs = [options.peer_nvme_dir] if options.peer_nvme_dir else []
+        check_directories((path, 0) for path in (*(options.nvme_dirs or []), *peer_dirs))
         scratch = [stack.enter_context(ScratchFolder(path)).path for path in options.nvme_dirs or []]
         stack.enter_context(_device_memory_errors())
         bench = _Bench.prepare(options, options.run_config(folder, scratch or None))
         for layers in options.layers or [architecture(options.shape)["num_hidden_layers"]]:
             bench.measure(layers)
     from tierstream.tools.bench.machine import describe_machine
-    from tierstream.tools.bench.training import NOTES, details, plots
+    from tierstream.tools.bench.training import NOTES, details, peer_details, plots
 
     command = shlex.split(_PROG) + list(args)
     measurements = [case.measurement for case in bench.measured]
     notes = [*bench.notes, *NOTES]
     made = details(bench.measured, options.rows * options.seq_len)
+    if bench.peers:
+        made.append(peer_details(bench.peers))
     result = Result("train", _title(options), command, describe_machine(), measurements, notes, details=made)
     present(result, plots(measurements), options)
-    return 0 if bench.equal else 1
+    return 0 if bench.good else 1
 
 
 @dataclass
@@ -174,8 +200,9 @@ class _Bench:
     rates: Rates
     batch: Batch
     measured: list[MeasuredCase] = field(default_factory=list)
+    peers: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    equal: bool = True
+    good: bool = True
 
     @classmethod
     def prepare(cls, options: TrainBenchOptions, config: RunConfig) -> _Bench:
@@ -207,17 +234,23 @@ class _Bench:
     def measure(self, layers: int) -> None:
         """All cases at this depth."""
         from tierstream.engine.train_bench import release_device_memory
+        from tierstream.tools.bench.training import peer_row
 
         shape = architecture(self.options.shape, layers)
         Path(self.config.run_dir, "config.json").write_text(json.dumps(shape))
         release_device_memory()
-        history = self._measure_cases(layers)
+        others = [self._peer(name) for name in self.options.peers]
+        together = self.options.turns == "rounds"
+        history = self._measure_cases(layers, others if together else [])
         release_device_memory()
+        for peer in [] if together else others:
+            self._measure_alone(peer, layers)
+        self.peers += [peer_row(peer, layers, history[0][1]) for peer in others if peer.records]
         if self.options.check:
             self._check(layers, history)
 
-    def _measure_cases(self, layers: int) -> list[tuple[Setting, float]]:
-        """Returns the setting and the loss of every step from the tiers."""
+    def _measure_cases(self, layers: int, peers: Sequence[PeerCase]) -> list[tuple[Setting, float]]:
+        """Ours and these peers, in turn. Returns the setting and the loss of every step from the tiers."""
         from tierstream.engine.train_bench import ResidentCase, Setting, TieredBench
         from tierstream.tools.bench.training import MeasuredCase, case_name
 
@@ -227,27 +260,62 @@ class _Bench:
             Setting(gpu=gpu, clip_norm=clip)
             for gpu, clip in itertools.product(budgets, options.clip_norm or [None])
         ]
-        with TieredBench(self.config, settings, self.known, self.batch, self.fuse) as bench:
-            resident = ResidentCase(bench, self.batch) if options.baseline else None
-            labels: list[Labels] = [
-                {"run": case_name(setting, settings), "layers": layers} for setting in settings
-            ]
+        with ExitStack() as stack:
+            bench = stack.enter_context(TieredBench(self.config, settings, self.known, self.batch, self.fuse))
             cases = [
-                bench.case(case, options.steps, named)
-                for case, named in zip(bench.cases, labels, strict=True)
+                bench.case(case, options.steps, {"run": case_name(case.setting, settings), "layers": layers})
+                for case in bench.cases
             ]
-            if resident is not None:
-                cases.append(resident.case(options.steps, {"run": "resident", "layers": layers}))
+            baselines: list[ResidentCase | PeerCase] = []
+            if "resident" in (options.baseline or []):
+                baselines.append(ResidentCase(bench, self.batch))
+            baselines += [stack.enter_context(peer) for peer in peers]
+            cases += [each.case(options.steps, {"run": each.name, "layers": layers}) for each in baselines]
             found = run_cases(cases, options.rounds)
             flop = bench.cases[0].plan.flop_per_step
-            baseline = found[-1] if resident is not None else None
             for measurement, case in zip(found, bench.cases, strict=False):
                 records, bound = case.records[-options.rounds :], bench.bound(case, self.rates)
-                self.measured.append(MeasuredCase(measurement, records, flop, baseline, bound, case.plan))
-            if resident is not None:
-                records = resident.records[-options.rounds :]
-                self.measured.append(MeasuredCase(found[-1], records, flop, baseline))
+                self.measured.append(MeasuredCase(measurement, records, flop, bound, case.plan))
+            for measurement, each in zip(found[len(settings) :], baselines, strict=True):
+                self.measured.append(MeasuredCase(measurement, each.records[-options.rounds :], flop))
             return bench.history
+
+    def _measure_alone(self, peer: PeerCase, layers: int) -> None:
+        """This peer, with the machine for itself. What fails becomes a note: our own figures stand."""
+        from tierstream.tools.bench.training import MeasuredCase
+
+        rounds = self.options.rounds
+        try:
+            with peer:
+                case = peer.case(self.options.steps, {"run": peer.name, "layers": layers})
+                (found,) = run_cases([case], rounds)
+        except TierstreamError as error:
+            self.good = False
+            self.notes.append(f"{layers} layers: {error}")
+        else:
+            flop = self.measured[-1].flop_per_step
+            self.measured.append(MeasuredCase(found, peer.records[-rounds:], flop))
+
+    def _peer(self, name: PeerName) -> PeerCase:
+        """For the model that is measured now."""
+        from tierstream.engine.meta_model import build_meta_model
+        from tierstream.engine.units import find_units
+
+        options, config = self.options, self.config
+        assert options.clip_norm is not None
+        job = peers.Job(
+            config=config.run_dir,
+            dtype=options.dtype,
+            rows=options.rows,
+            seq_len=options.seq_len,
+            seed=config.train.seed,
+            device=options.device,
+            kernels=options.kernels,
+            optimizer=asdict(replace(config.optimizer, clip_norm=options.clip_norm[0])),
+        )
+        parameters = find_units(build_meta_model(config.model)[0]).numel
+        log = Path(config.run_dir, f"{name}.log")
+        return PeerCase(name, job, options.peer_nvme_dir, log, parameters)
 
     def _check(self, layers: int, history: list[tuple[Setting, float]]) -> None:
         """Sets the losses beside those of a run with every layer on the device."""
@@ -257,7 +325,7 @@ class _Bench:
         steps = [setting for setting, _ in history]
         losses = resident_losses(self.config, steps, self.known, self.batch, self.fuse)
         found = difference([loss for _, loss in history], losses)
-        self.equal = self.equal and not found
+        self.good = self.good and not found
         said = (
             found or f"all {len(losses)} losses are equal to the bit to those with every layer on the device"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from tierstream.engine.bound import Bound
 from tierstream.engine.plan import Plan
 from tierstream.engine.train_bench import RunRecord, Setting
 from tierstream.io.measure import Measurement
+from tierstream.tools.bench.peers import PeerCase
 from tierstream.tools.bench.plots import PlotSpec
 from tierstream.tools.bench.result import Details
 
@@ -21,7 +23,7 @@ NOTES = [
     "6PT counts forward and backward, 8PT the recompute too; attention is not counted.",
     "The bound is that of docs/design.md, section 6, from rates measured on this machine.",
     "GPU peak: what the case holds and takes, without what the other cases hold beside it. Host peak: of the "
-    "whole process.",
+    "whole process; a peer has one of its own, all other cases share one.",
     "Waits: computation is the thread that enqueues the device's work; threads are those that move pages.",
 ]
 Row: TypeAlias = dict[str, str | int | float | None]
@@ -36,8 +38,7 @@ class MeasuredCase:
         measurement: its tokens per second.
         records: of the runs that count.
         flop_per_step: 8PT.
-        baseline: what it is compared with; None: nothing.
-        bound, plan: None: nothing moves in it.
+        bound, plan: None: it is a baseline.
 
     Attributes:
         measurement: with the peak of GPU memory as a label, where there is one.
@@ -48,7 +49,6 @@ class MeasuredCase:
         measurement: Measurement,
         records: Sequence[RunRecord],
         flop_per_step: float,
-        baseline: Measurement | None,
         bound: Bound | None = None,
         plan: Plan | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class MeasuredCase:
         if peaks:
             measurement = replace(measurement, labels={**measurement.labels, _PEAK: max(peaks)})
         self.measurement, self.records = measurement, records
-        self.flop_per_step, self.baseline, self.bound, self.plan = flop_per_step, baseline, bound, plan
+        self.flop_per_step, self.bound, self.plan = flop_per_step, bound, plan
 
     @property
     def steps(self) -> int:
@@ -70,18 +70,25 @@ class MeasuredCase:
     def speed(self, tokens_per_step: int) -> Row:
         rate = self.measurement.median
         step_s = tokens_per_step / rate
-        bound, baseline = self.bound, self.baseline
+        bound = self.bound
         return self.named(
             {
                 "step_s": step_s,
                 "tflop_per_s_6pt": 0.75 * self.flop_per_step / step_s / 1e12,
                 "tflop_per_s_8pt": self.flop_per_step / step_s / 1e12,
-                "ratio_to_resident": None if baseline is None else rate / baseline.median,
                 "bound_s": None if bound is None else bound.step_s,
                 "bound_resource": None if bound is None else bound.resource,
                 "time_over_bound": None if bound is None else step_s / bound.step_s,
             }
         )
+
+    def ratios(self, baselines: Sequence[Measurement]) -> Row:
+        """Its speed as a multiple of that of each baseline of its depth."""
+        row: Row = {_ratio_key(baseline): None for baseline in baselines}
+        for baseline in baselines:
+            if baseline.labels["layers"] == self.measurement.labels["layers"]:
+                row[_ratio_key(baseline)] = self.measurement.median / baseline.median
+        return self.named(row)
 
     def memory(self) -> Row:
         peak, plan = self.measurement.labels.get(_PEAK), self.plan
@@ -127,17 +134,18 @@ class MeasuredCase:
 
 
 def details(cases: Sequence[MeasuredCase], tokens_per_step: int) -> list[Details]:
-    """Tables of the cases: speed, memory, moved, waits."""
+    """Tables of the cases: speed, ratios where there are baselines, memory, moved, waits."""
     tiered = [case for case in cases if case.plan is not None]
+    baselines = [case.measurement for case in cases if case.plan is None]
     speed = {
         "step_s": "s/step",
         "tflop_per_s_6pt": "TFLOP/s 6PT",
         "tflop_per_s_8pt": "TFLOP/s 8PT",
-        "ratio_to_resident": "of resident",
         "bound_s": "bound s",
         "bound_resource": "set by",
         "time_over_bound": "time/bound",
     }
+    ratios = {_ratio_key(baseline): str(baseline.labels["run"]) for baseline in baselines}
     memory = {
         _PEAK: "GPU peak",
         "gpu_buffer_bytes": "device buffers",
@@ -152,13 +160,12 @@ def details(cases: Sequence[MeasuredCase], tokens_per_step: int) -> list[Details
         "nvme_written_bytes": "written to NVMe",
     }
     waits = {"who": "who waits", "cause": "for what", "wait_s": "s/step", "percent": "% of the time"}
+    speed_rows = [case.speed(tokens_per_step) for case in cases]
+    ratio_rows = [case.ratios(baselines) for case in cases]
+    against = [Details("ratios", "speed over that of", _HEADINGS | ratios, ratio_rows)] if baselines else []
     return [
-        Details(
-            "speed",
-            "speed, against the bound",
-            _HEADINGS | speed,
-            [case.speed(tokens_per_step) for case in cases],
-        ),
+        Details("speed", "speed, against the bound", _HEADINGS | speed, speed_rows),
+        *against,
         Details("memory", "memory of each tier", _HEADINGS | memory, [case.memory() for case in cases]),
         Details("moved", "moved in a step", _HEADINGS | moved, [case.moved() for case in tiered]),
         Details(
@@ -169,6 +176,39 @@ def details(cases: Sequence[MeasuredCase], tokens_per_step: int) -> list[Details
             4,
         ),
     ]
+
+
+def _ratio_key(baseline: Measurement) -> str:
+    return f"ratio_to_{baseline.labels['run']}".replace("-", "_")
+
+
+def peer_row(peer: PeerCase, layers: int, first_loss: float) -> Row:
+    """What a reader must know of a peer that has run.
+
+    Args:
+        first_loss: of the first step from the tiers.
+    """
+    process = peer.process
+    return {
+        "run": peer.name,
+        "layers": layers,
+        "first_loss": peer.records[0].losses[0],
+        "first_loss_tiered": first_loss,
+        "versions": ", ".join(f"{name} {number}" for name, number in process.versions.items()),
+        "settings": json.dumps(process.settings),
+    }
+
+
+def peer_details(rows: list[Row]) -> Details:
+    """The table of the peers. Their settings are in the JSON alone."""
+    headings = {
+        "run": "run",
+        "versions": "versions",
+        "layers": "layers",
+        "first_loss": "loss of step 1",
+        "first_loss_tiered": "tiered",
+    }
+    return Details("peers", "peers; the JSON holds their settings", headings, rows, 2)
 
 
 def plots(measurements: Sequence[Measurement]) -> list[PlotSpec]:
