@@ -74,6 +74,19 @@ def cpu_model(root: Root = "/") -> str:
     return ""
 
 
+def last_level_cache_bytes(root: Root = "/") -> int | None:
+    """Size of all last-level caches together (a processor may have one per group of cores); None if not
+    told.
+    """
+    caches: dict[tuple[int, str], int] = {}
+    for cache in Path(root, "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
+        level, size = _text(cache / "level"), _text(cache / "size")
+        if level.isdecimal() and re.fullmatch(r"\d+K", size):
+            caches[int(level), _text(cache / "shared_cpu_list")] = int(size[:-1]) << 10
+    last = max((level for level, _ in caches), default=None)
+    return sum(size for (level, _), size in caches.items() if level == last) or None
+
+
 def transparent_huge_pages(root: Root = "/") -> str:
     """The kernel's mode, "always", "madvise" or "never"; empty if not told."""
     chosen = re.search(r"\[(\w+)\]", _text(Path(root, "sys/kernel/mm/transparent_hugepage/enabled")))

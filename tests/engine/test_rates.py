@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tierstream import _native
-from tierstream.engine import adam_rates, compute_rates, copy_rates
+from tierstream.engine import adam_rates, compute_rates, copy_rates, memory_rates
 from tierstream.engine.copy_rates import DIRECTIONS, CopyBench, arena_memory, other_memories
 from tierstream.engine.device import Device, HostLane
 from tierstream.io.errors import InvariantError
@@ -137,6 +137,14 @@ def test_adam_cases_update_all_parameters_with_the_threads_named(monkeypatch: py
         return call
 
     kernels = {"adamw_split": recording("adamw_split"), "adamw_fp32": recording("adamw_fp32")}
+    update = _native.memory_update
+
+    def touch(targets, source, threads: int) -> None:  # type: ignore[no-untyped-def]
+        calls["memory_update", source.size, threads] += 1
+        update(targets, source, threads)
+
+    monkeypatch.setattr(_native, "memory_update", touch)
+    monkeypatch.setattr(adam_rates, "PAGE_PARAMETERS", 400)
     for name, kernel in kernels.items():
         monkeypatch.setattr(_native, name, kernel)
     threads_of_torch = []
@@ -148,27 +156,70 @@ def test_adam_cases_update_all_parameters_with_the_threads_named(monkeypatch: py
     cases = adam_rates.adam_cases(1000, [1, 2])
     measurements = measure(cases, rounds=2, warmups=0)
     assert calls == {
-        ("adamw_split", 1000, 1): 2, ("adamw_split", 1000, 2): 2,
-        ("adamw_fp32", 1000, 1): 4, ("adamw_fp32", 1000, 2): 4,
+        ("adamw_split", 1000, 1): 4, ("adamw_split", 1000, 2): 4,
+        ("adamw_split", 400, 1): 4, ("adamw_split", 400, 2): 4,
+        ("adamw_split", 200, 1): 2, ("adamw_split", 200, 2): 2,
+        ("adamw_fp32", 1000, 1): 6, ("adamw_fp32", 1000, 2): 6,
+        ("memory_update", 1000, 1): 20, ("memory_update", 1000, 2): 20,
     }  # fmt: skip
     assert sorted(threads_of_torch) == [1, 1, 2, 2]
     assert torch.get_num_threads() == before
-    assert [m.labels["kernel"] for m in measurements] == [
-        k for k in adam_rates.BYTES_PER_PARAMETER for _ in "12"
-    ]
-    assert {m.labels["isa"] for m in measurements[:6]} == {_native.cpu_isa()}
+    updates = [m for m in measurements if m.labels["part"] == adam_rates.UPDATE]
+    memory = {m.labels["kernel"] for m in measurements if m.labels["part"] == adam_rates.MEMORY}
+    assert [m.labels["kernel"] for m in updates] == [k for k in adam_rates.BYTES_PER_PARAMETER for _ in "12"]
+    assert {adam_rates.traffic_of(kernel) for kernel in adam_rates.BYTES_PER_PARAMETER} == memory
+    assert {m.labels["isa"] for m in updates[:12]} == {_native.cpu_isa()}
     assert all(m.unit == "parameters" and m.median > 0 for m in measurements)
 
 
 def test_bytes_per_parameter_are_the_traffic_of_the_arrays() -> None:
     """Read and write of every array that is written, read of the gradient; the bf16 copy of a master is not
     read."""
-    assert [adam_rates.BYTES_PER_PARAMETER[kernel] for kernel in adam_rates.BYTES_PER_PARAMETER] == [
-        26,
-        28,
-        28,
-        28,
-    ]
+    assert list(adam_rates.BYTES_PER_PARAMETER.values()) == [26, 26, 28, 28, 30, 28, 28]
+    for kernel, traffic in adam_rates.BYTES_PER_PARAMETER.items():
+        assert adam_rates.BYTES_PER_PARAMETER[adam_rates.traffic_of(kernel)] == traffic
+
+
+def test_memory_traffic_leaves_the_state_as_it_was() -> None:
+    arrays = adam_rates._arrays(1000)
+    for planes in arrays.values():
+        before = [plane.tobytes() for plane in planes]
+        adam_rates._traffic(planes)(2)
+        assert [plane.tobytes() for plane in planes] == before
+
+
+def test_memory_cases_count_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: Counter[str] = Counter()
+    read, copy, update = _native.memory_read, _native.memory_copy, _native.memory_update
+
+    def counted_read(source, threads):  # type: ignore[no-untyped-def]
+        moved["memory_read"] += source.nbytes
+        return read(source, threads)
+
+    def counted_copy(source, target, threads):  # type: ignore[no-untyped-def]
+        moved["memory_copy"] += source.nbytes + target.nbytes
+        copy(source, target, threads)
+
+    def counted_update(targets, source, threads):  # type: ignore[no-untyped-def]
+        moved["memory_update"] += source.nbytes + 2 * sum(target.nbytes for target in targets)
+        update(targets, source, threads)
+
+    for counted in (counted_read, counted_copy, counted_update):
+        monkeypatch.setattr(_native, counted.__name__.replace("counted", "memory"), counted)
+    cases = memory_rates.memory_cases(10_007, [1, 2])
+    labels = [(case.labels["pattern"], case.labels["threads"]) for case in cases]
+    assert labels == list(itertools.product(["read", "copy", "update"], [1, 2]))
+    for case in cases:
+        moved.clear()
+        amount = case.run().amount
+        assert moved == {f"memory_{case.labels['pattern']}": amount}
+        assert 9900 < amount < 2 * 10_007
+
+
+def test_memory_is_measured_over_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cache_bytes, nbytes in ((1 << 20, 4 << 20), (None, 2 << 30)):
+        monkeypatch.setattr(memory_rates, "last_level_cache_bytes", lambda found=cache_bytes: found)
+        assert memory_rates.buffer_bytes() == nbytes
 
 
 def test_quick_rates_are_the_best_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,3 +183,15 @@ def test_without_proc_and_sys(tmp_path: Path, probe: Callable[[Path], object], n
     assert probe(tmp_path) == nothing
     (tmp_path / "proc").write_text("not a directory")
     assert probe(tmp_path) == nothing
+
+
+def test_last_level_caches_are_counted_once_each(machine: Machine) -> None:
+    assert probes.last_level_cache_bytes(machine.root) is None
+    shared = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}
+    for cpu, cpus in shared.items():
+        for index, (level, size, of) in enumerate([("1", "48K", str(cpu)), ("3", "32768K", cpus)]):
+            for name, text in (("level", level), ("size", size), ("shared_cpu_list", of)):
+                machine.write(f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}/{name}", f"{text}\n")
+    assert probes.last_level_cache_bytes(machine.root) == 2 * (32 << 20)
+    machine.write("sys/devices/system/cpu/cpu0/cache/index1/size", "unknown\n")
+    assert probes.last_level_cache_bytes(machine.root) == 2 * (32 << 20)

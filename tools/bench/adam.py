@@ -9,25 +9,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.io.measure import Measurement
 from tierstream.io.memory import memory_budget
 from tierstream.io.sizes import format_bytes
 from tierstream.tools.bench.plots import PlotSpec
 from tierstream.tools.bench.report import OutputOptions, check_output, present, run_cases
-from tierstream.tools.bench.result import Result
+from tierstream.tools.bench.result import BYTES_PER_PARAMETER, Details, Result
 from tierstream.tools.options import parse_options
 
 _PROG = "tierstream bench adam"
 _DESCRIPTION = """\
 Measure the AdamW update on the CPU, in parameters and in bytes per second.
-- Kernels: split master with a bf16 gradient, fp32 master with a bf16 weight and
-  gradient, fp32; beside them torch's fused AdamW with as many threads.
+- Kernels: split master, fp32 master with a bf16 weight, each with a bf16 and an
+  fp32 gradient, and fp32; beside them torch's fused AdamW with as many threads.
+- Beside each: what memory gives to the same reads and writes of the same arrays
+  without the arithmetic, in turn, and the kernel's share of it.
 - The instruction set is the best of this CPU; TIERSTREAM_ISA=avx2 or scalar
   lowers it.
 """
-_PLOTS = [PlotSpec("adam", "AdamW on the CPU", "threads", ("kernel",))]
-_NOTES = ["GB/s counts every array once for each time it is read or written: 26 or 28 bytes per parameter."]
-#: Host memory that the arrays of all kernels take, and random numbers while they are made.
-_STATE_BYTES_PER_PARAMETER = 60
+_PLOTS = [PlotSpec("adam", "AdamW on the CPU", "threads", ("kernel",), only=("part", "AdamW"))]
+_NOTES = [
+    "GB/s counts every array once for each time it is read or written: 26 to 30 bytes per parameter.",
+    "memory: the same arrays, read and written in the same order with one subtraction per element. Share: "
+    "the kernel's speed over that.",
+    "page by page: one call per 4,194,304 parameters, as in training, where each page is a call.",
+]
+#: Host memory that the arrays of all kernels take (22 bytes), and those of torch (16).
+_STATE_BYTES_PER_PARAMETER = 38
 #: In a run every page comes from memory: more than the last-level caches hold, of which some have 500 MB.
 _PARAMETERS = 1 << 26
 _THREADS_MAX = 1024
@@ -66,8 +74,41 @@ def main(args: Sequence[str]) -> int:
     measurements = run_cases(adam_cases(parameters, threads), options.rounds)
     title = f"AdamW on the CPU, {parameters:,} parameters"
     command = shlex.split(_PROG) + list(args)
-    present(Result("adam", title, command, describe_machine(), measurements, _NOTES), _PLOTS, options)
+    machine, shares = describe_machine(), [_shares(measurements)]
+    result = Result("adam", title, command, machine, measurements, _NOTES, details=shares)
+    present(result, _PLOTS, options)
     return 0
+
+
+def _shares(measurements: Sequence[Measurement]) -> Details:
+    """Of every kernel and number of threads: its share of what memory gives."""
+    from tierstream.engine.adam_rates import MEMORY, UPDATE, traffic_of
+
+    by_part: dict[object, dict[tuple[object, object], Measurement]] = {UPDATE: {}, MEMORY: {}}
+    for measurement in measurements:
+        labels = measurement.labels
+        by_part[labels["part"]][labels["kernel"], labels["threads"]] = measurement
+    rows: list[dict[str, str | int | float | None]] = []
+    for (kernel, threads), update in by_part[UPDATE].items():
+        memory = by_part[MEMORY][traffic_of(str(kernel)), threads]
+        gigabytes = int(update.labels[BYTES_PER_PARAMETER]) / 1e9
+        rows.append(
+            {
+                "kernel": str(kernel),
+                "threads": update.labels["threads"],
+                "gb_per_s": update.median * gigabytes,
+                "memory_gb_per_s": memory.median * gigabytes,
+                "share_of_memory": update.median / memory.median,
+            }
+        )
+    headings = {
+        "kernel": "kernel",
+        "threads": "threads",
+        "gb_per_s": "GB/s",
+        "memory_gb_per_s": "memory GB/s",
+        "share_of_memory": "share",
+    }
+    return Details("shares", "share of what memory gives to the same traffic", headings, rows)
 
 
 def _fitting_parameters(parameters: int | None) -> int:
