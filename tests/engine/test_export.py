@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.exports import Loaded, pretrained, stored
+from support.children import in_a_child, with_few_files
+from support.exports import Loaded, export_one_by_one, pretrained, stored
 from support.models import DENSE, SIZES, different, save_model, two_units
 
 from tierstream.engine.corpus import fingerprint_files
@@ -304,24 +305,13 @@ def test_units_that_are_not_the_models_are_a_bug(loaded: Loaded) -> None:
         plan_export(loaded.model, loaded.units[:1], None)
 
 
-FEW_HANDLES = """
-import resource, sys
-from pathlib import Path
-from support.exports import Loaded
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-Loaded(Path(sys.argv[1])).export(Path(sys.argv[2]), max_shard_bytes=1)
-"""
-
-
 def test_two_hundred_shards_with_64_file_handles(tmp_path: Path) -> None:
     """C87."""
     save_model(
         tmp_path / "source", shard="0KB", num_hidden_layers=23, hidden_size=8, head_dim=4, intermediate_size=5
     )
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 200
-    paths = [str(tmp_path / "source"), str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", FEW_HANDLES, *paths], check=True, env=environment)
+    in_a_child(with_few_files, 64, export_one_by_one, tmp_path / "source", tmp_path / "out")
     assert different(stored(tmp_path / "out"), Loaded(tmp_path / "source").tensors(torch.bfloat16)) == []
 
 

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.children import in_a_child
 from support.command import use_drive
-from support.runs import dump, final_planes, make_run, records
+from support.runs import dump, final_planes, make_run, records, train_file
 
 from tierstream.io.mounts import read_mounts
 
@@ -55,12 +57,11 @@ def make_group() -> tuple[Path, str]:
     pytest.skip("making a control group for memory is not permitted here")
 
 
-def run_in(group: Path | None, run_file: Path) -> None:
-    """A run in a process of the group, which must end well."""
-    join = "exec" if group is None else f"echo $$ > {group}/cgroup.procs && exec"
-    command = ["sh", "-c", f'{join} "$@"', "sh", sys.executable, "-c", ENTRY, str(run_file)]
+def run_in(group: Path, run_file: Path) -> None:
+    """A run in a process that is born in the group, which is charged for all of it; it must end well."""
+    command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", sys.executable, "-c", ENTRY]
     done = subprocess.run(
-        command,
+        [*command, str(run_file)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_WAIT_POLICY": "PASSIVE"},
@@ -71,11 +72,11 @@ def run_in(group: Path | None, run_file: Path) -> None:
 @pytest.mark.slow
 def test_the_automatic_budget_keeps_below_the_limit_of_the_group_above(tmp_path: Path, group: Path) -> None:
     planes, peaks = [], []
-    for name, where in (("limited", group), ("free", None)):
+    for name, run in (("limited", partial(run_in, group)), ("free", partial(in_a_child, train_file))):
         config = make_run(tmp_path / name, steps=2, **SHAPE)
         use_drive(config, tmp_path / name / "state")
         config.tiers.page, config.tiers.dram = None, None
-        run_in(where, dump(config, tmp_path / f"{name}.yaml"))
+        run(dump(config, tmp_path / f"{name}.yaml"))
         planes.append(final_planes(config))
         peaks.append(records(config)[-1]["host_peak_bytes"])
         shutil.rmtree(tmp_path / name / "state")

@@ -5,15 +5,16 @@ at any instant.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import shutil
 import signal
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.children import FORKS
 from support.runs import dump, final_planes, make_run, records, train, train_file
 
 from tierstream.engine.byte_size import ByteSize
@@ -147,14 +148,10 @@ def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Pat
     config.tiers.dram = ByteSize(24 * 4096)
     config.checkpoint.every_steps, config.checkpoint.resume = 1, "auto"
     path = dump(config, tmp_path / "killed.json")
-    spawn = multiprocessing.get_context(
-        "forkserver"
-    )  # every child is a fresh fork of a process that only imported torch
-    spawn.set_forkserver_preload(["tierstream.engine.trainer", "support.runs"])
     chance = random.Random(4)
     kills = 0
     while kills < 20:
-        process = spawn.Process(target=train_file, args=(str(path),))
+        process = FORKS.Process(target=train_file, args=(str(path),))
         begin = time.time()
         process.start()
         _wait_for_training(process, Path(config.run_dir), begin)
@@ -172,7 +169,7 @@ def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Pat
     assert same(final_planes(config), planes)
 
 
-def _wait_for_training(process: multiprocessing.process.BaseProcess, run_dir: Path, begin: float) -> None:
+def _wait_for_training(process: BaseProcess, run_dir: Path, begin: float) -> None:
     """Until the process has opened its metrics, so that the signal falls into training or saving, or has
     ended.
     """

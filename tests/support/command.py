@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,12 @@ class Command:
 
     def refused_train(self, config: RunConfig, said: list[str], status: int = 2) -> None:
         self.refused("train", str(dump(config, self.folder / "run.yaml")), said=said, status=status)
+
+
+def told(args: list[str]) -> tuple[int, str]:
+    """(status, standard error) of `tierstream ARGS`, also in a process whose output nobody sees."""
+    with redirect_stderr(io.StringIO()) as err:
+        return cli.main(args), err.getvalue()
 
 
 def use_drive(config: RunConfig, drive: Path) -> Path:

@@ -51,6 +51,11 @@ class Loaded:
         return export_model(self.read, self.model, self.units, path, **options)
 
 
+def export_one_by_one(source: Path, target: Path) -> None:
+    """Every tensor of a model directory into a shard of its own."""
+    Loaded(source).export(target, max_shard_bytes=1)
+
+
 def stored(path: Path) -> dict[str, torch.Tensor]:
     return {
         key: value for file in sorted(path.glob("*.safetensors")) for key, value in load_file(file).items()
