@@ -141,9 +141,9 @@ def test_hundreds_of_arrays_are_made_in_a_moment(tmp_path: Path, backend: PosixB
     layout = layout_of(
         *((f"layers.{unit}", plane, "float32", 4096, True) for unit in range(100) for plane in "abcd")
     )
-    begun = time.perf_counter()
+    begun = time.process_time()  # what others do on this machine does not count
     ZarrDirectory.create(drives_in([tmp_path], backend), layout, {}).close()
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 3
     assert len(list(tmp_path.glob("*/*/c/*"))) == 1600
 
 
