@@ -9,8 +9,10 @@ from hypothesis import settings
 # As `tierstream train` does: threads of torch that wait must not hold a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# `ci` gives the same examples at every run; `nightly` looks for new ones: HYPOTHESIS_PROFILE=nightly pytest
+# `ci` gives the same examples at every run, `brief` the first of them; `nightly` looks for new ones:
+# HYPOTHESIS_PROFILE=nightly pytest
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("brief", settings.get_profile("ci"), max_examples=25)
 settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -5,6 +5,7 @@ What test_faults.py does at the seam is done here below the C library, so that k
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,10 @@ def run_over_faulty_kernel(
     """(calls, interrupted, cut short) of the processes that ran the tests; all have passed."""
     counts = directory / "counts"
     library = build_library("faulty_io.c", directory / "libfaulty_io.so")
+    # An example has thousands of calls here, each of them a chance of its own.
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "brief")
     environment = environment | {"LD_PRELOAD": str(library), "FAULTY_IO_COUNTS": str(counts)}
+    environment = environment | {"HYPOTHESIS_PROFILE": profile}
     outcomes = run_tests(list(least), directory, environment, select=f"not ({OTHERS}) and {select}")
     for file, number in least.items():
         assert outcomes[file]["passed"] >= number, (file, outcomes[file])
