@@ -5,6 +5,7 @@
         metrics.jsonl    one `StepMetrics` a line
         result.json      the `RunSummary`, written when the run ends
         trace.json       spans of `train.trace_steps` steps, if any
+        trace.png        a picture of one of them
         checkpoints/     step-00000100/, ...
         data/            what was prepared from the training data
 
@@ -270,6 +271,7 @@ class RunDirectory:
         self.metrics_path = self.path / "metrics.jsonl"
         self.result_path = self.path / "result.json"
         self.trace_path = self.path / "trace.json"
+        self.trace_picture_path = self.path / "trace.png"
         self.checkpoints = self.path / "checkpoints"
         self.data = self.path / "data"
         self._lock: DirectoryLock | None = None

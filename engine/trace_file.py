@@ -24,11 +24,15 @@ Event = dict[str, Any]
 
 
 def write_trace(spans: Sequence[Span], path: Path) -> None:
-    """Write `spans` to `path`, whole or not at all; times count from the first. Raises StorageError."""
+    """Write `spans` to `path`, whole or not at all. Raises StorageError."""
+    durable.write_file(path, trace_json(spans))
+
+
+def trace_json(spans: Sequence[Span]) -> bytes:
+    """The content of a trace file; times count from the first span."""
     in_order = sorted(spans, key=lambda span: span.begin_s)
     events = [*_metadata(), *_events(in_order)]
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-    durable.write_file(path, text.encode())
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
 
 
 def _metadata() -> Iterator[Event]:

@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from tierstream.engine.metrics import TracedStep
 from tierstream.engine.trace import Span, Track
@@ -30,10 +31,23 @@ from tierstream.engine.units import EMBED, activation_unit
 _UPLOADER_CAUSES = {"page": "weights: page", "slot": "weights: slot"}
 
 
+class Gap(NamedTuple):
+    """Time in which the lane `compute` was idle, on the clock of the spans."""
+
+    cause: str
+    begin_s: float
+    end_s: float
+
+
 def summarise(spans: Sequence[Span]) -> list[TracedStep]:
     """Busy and idle seconds of every traced step, in order."""
+    return [_sum_up(step, gaps) for step, gaps in find_gaps(spans)]
+
+
+def find_gaps(spans: Sequence[Span]) -> list[tuple[Span, list[Gap]]]:
+    """The traced steps, in order, each with its gaps, in order too: all of its idle time."""
     tracks = {track: _Track([span for span in spans if span.track is track]) for track in Track}
-    return [_summarise_step(step, tracks) for step in tracks[Track.STEPS].spans]
+    return [(step, list(_gaps(step, tracks))) for step in tracks[Track.STEPS].spans]
 
 
 class _Track:
@@ -50,8 +64,20 @@ class _Track:
         return [span for span in found if span.end_s > begin_s]
 
 
-def _summarise_step(step: Span, tracks: dict[Track, _Track]) -> TracedStep:
+def _sum_up(step: Span, gaps: Sequence[Gap]) -> TracedStep:
     idle_s: dict[str, float] = defaultdict(float)
+    for gap in gaps:
+        idle_s[gap.cause] += gap.end_s - gap.begin_s
+    step_s = step.end_s - step.begin_s
+    return TracedStep(
+        step=int(step.unit),
+        step_s=step_s,
+        busy_s=step_s - sum(idle_s.values()),
+        idle_s=dict(sorted(idle_s.items(), key=lambda item: -item[1])),
+    )
+
+
+def _gaps(step: Span, tracks: dict[Track, _Track]) -> Iterator[Gap]:
     uploads: dict[str, list[Span]] = defaultdict(list)
     for upload in tracks[Track.UPLOAD].between(step.begin_s, step.end_s):
         uploads[upload.unit].append(upload)
@@ -59,15 +85,7 @@ def _summarise_step(step: Span, tracks: dict[Track, _Track]) -> TracedStep:
     ends = [step.begin_s, *(span.end_s for span in work)]
     for begin_s, coming in zip(ends, [*work, None], strict=True):
         end_s = step.end_s if coming is None else coming.begin_s
-        needed = [] if coming is None else _needed(coming, uploads)
-        for cause, seconds in _split(begin_s, end_s, needed, tracks):
-            idle_s[cause] += seconds
-    return TracedStep(
-        step=int(step.unit),
-        step_s=step.end_s - step.begin_s,
-        busy_s=sum(span.end_s - span.begin_s for span in work),
-        idle_s=dict(sorted(idle_s.items(), key=lambda item: -item[1])),
-    )
+        yield from _split(begin_s, end_s, [] if coming is None else _needed(coming, uploads), tracks)
 
 
 def _needed(coming: Span, uploads: dict[str, list[Span]]) -> list[Span]:
@@ -85,8 +103,8 @@ def _needed(coming: Span, uploads: dict[str, list[Span]]) -> list[Span]:
 
 def _split(
     begin_s: float, end_s: float, needed: Sequence[Span], tracks: dict[Track, _Track]
-) -> Iterator[tuple[str, float]]:
-    """Cause and seconds of each part of an idle interval."""
+) -> Iterator[Gap]:
+    """An idle interval, cut where its cause changes."""
     if end_s <= begin_s:
         return
     waits = {
@@ -101,7 +119,7 @@ def _split(
             track: next((span for span in found if span.begin_s <= start and end <= span.end_s), None)
             for track, found in waits.items()
         }
-        yield _cause(start, needed, at), end - start
+        yield Gap(_cause(start, needed, at), start, end)
 
 
 def _cause(time_s: float, needed: Sequence[Span], at: dict[Track, Span | None]) -> str:

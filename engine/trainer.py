@@ -29,6 +29,7 @@ from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Trace, Track
 from tierstream.engine.trace_file import write_trace
+from tierstream.engine.trace_picture import picture
 from tierstream.engine.trace_summary import summarise
 from tierstream.engine.units import find_units
 from tierstream.io import durable, memory
@@ -235,10 +236,14 @@ class _Run:
             return
         spans = trace.stop()
         write_trace(spans, self.directory.trace_path)
+        durable.write_file(self.directory.trace_picture_path, picture(spans))
         self.summary.traced = summarise(spans)
         self.summary.trace = str(self.directory.trace_path)
         first, last = self.summary.traced[0].step, self.summary.traced[-1].step
-        self.observer.on_event(f"trace of steps {first} to {last}: {self.summary.trace}")
+        self.observer.on_event(
+            f"trace of steps {first} to {last}: {self.summary.trace}, a picture of one: "
+            f"{self.directory.trace_picture_path}"
+        )
 
     def _record(self, outcome: StepOutcome, batch: Batch, seconds: float) -> StepMetrics:
         now, before = self.runtime.traffic(), self._before
