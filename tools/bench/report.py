@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from tierstream.tools.bench.result import Result, grids
 from tierstream.tools.tables import open_console, table
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
-_HTML, _JSON, _PLOT = "report.html", "result.json", "plot-"
+_HTML, _JSON, _PLOT, _TRACE = "report.html", "result.json", "plot-", "trace-"
 _STDOUT = "-"
 _WIDTH_COLUMNS = 110
 
@@ -43,6 +44,20 @@ class OutputOptions:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ConfigError(f"--rounds is {self.rounds}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class TracedCase:
+    """Some steps of a case, recorded: a file for ui.perfetto.dev and a picture of a step."""
+
+    title: str
+    json: bytes
+    png: bytes
+
+    @property
+    def name(self) -> str:
+        """Of its files, without suffix."""
+        return _TRACE + "-".join(re.findall(r"[a-z0-9.]+", self.title.lower()))
 
 
 def check_output(options: OutputOptions) -> None:
@@ -82,14 +97,16 @@ def run_cases(
         return measure(cases, rounds=rounds, warmups=warmups, on_run=lambda case: bar.advance(task))
 
 
-def present(result: Result, plots: Sequence[PlotSpec], options: OutputOptions) -> None:
+def present(
+    result: Result, plots: Sequence[PlotSpec], options: OutputOptions, traces: Sequence[TracedCase] = ()
+) -> None:
     """Puts the result where the options want it.
 
     Raises:
         StorageError: a file could not be written; what was there before stays.
     """
     if options.report is not None:
-        write_report(result, plots, Path(options.report).resolve())
+        write_report(result, plots, Path(options.report).resolve(), traces)
     if options.json == _STDOUT:
         sys.stdout.write(_json_text(result))
         return
@@ -121,16 +138,21 @@ def print_result(console: Console, result: Result) -> None:
         console.print(f"- {note}")
 
 
-def write_report(result: Result, plots: Sequence[PlotSpec], directory: Path) -> None:
-    """Makes `directory` with report.html (which needs no other file), result.json and a PNG per plot; an
-    earlier report there is replaced as a whole.
+def write_report(
+    result: Result, plots: Sequence[PlotSpec], directory: Path, traces: Sequence[TracedCase] = ()
+) -> None:
+    """Makes `directory` with report.html (which needs no other file), result.json, a PNG per plot, and a PNG
+    and a JSON per trace; an earlier report there is replaced as a whole.
 
     Raises:
         StorageError: a step failed; then no part of the new report is there.
     """
-    pictures = {plot.name: render(plot, result.measurements) for plot in plots}
-    files = {f"{_PLOT}{name}.png": data for name, data in pictures.items()}
-    page = _html(result, plots, pictures).encode(errors="surrogateescape")  # paths may be any bytes
+    rendered = [(plot, render(plot, result.measurements)) for plot in plots]
+    files = {f"{_PLOT}{plot.name}.png": png for plot, png in rendered}
+    for trace in traces:
+        files |= {f"{trace.name}.png": trace.png, f"{trace.name}.json": trace.json}
+    pictures = [(plot.title, png) for plot, png in rendered] + [(trace.title, trace.png) for trace in traces]
+    page = _html(result, pictures).encode(errors="surrogateescape")  # paths may be any bytes
     files |= {_JSON: _json_text(result).encode(), _HTML: page}
     make_directories(directory.parent)
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
@@ -146,13 +168,13 @@ def write_report(result: Result, plots: Sequence[PlotSpec], directory: Path) -> 
         raise
 
 
-def _html(result: Result, plots: Sequence[PlotSpec], pictures: dict[str, bytes]) -> str:
+def _html(result: Result, pictures: Sequence[tuple[str, bytes]]) -> str:
     import jinja2
 
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    embedded = [(plot.title, base64.b64encode(pictures[plot.name]).decode()) for plot in plots]
+    embedded = [(title, base64.b64encode(png).decode()) for title, png in pictures]
     return template.render(
         result=result, tierstream=result.to_json()["tierstream"], grids=grids(result), pictures=embedded
     )
@@ -166,7 +188,7 @@ def _check_report(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--report {directory} is a file; name a directory")
     found = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
-    strange = sorted(name for name in found - {_HTML, _JSON} if not _is_plot(name))
+    strange = sorted(name for name in found - {_HTML, _JSON} if not _is_ours(name))
     if found and (strange or not {_HTML, _JSON} <= found):
         what = f"holds {strange[0]}" if strange else "is not empty"
         raise ConfigError(
@@ -178,8 +200,9 @@ def _check_report(directory: Path) -> None:
     _check_writable("--report", above)
 
 
-def _is_plot(name: str) -> bool:
-    return name.startswith(_PLOT) and name.endswith(".png")
+def _is_ours(name: str) -> bool:
+    picture = name.startswith((_PLOT, _TRACE)) and name.endswith(".png")
+    return picture or (name.startswith(_TRACE) and name.endswith(".json"))
 
 
 def _check_writable(option: str, directory: Path) -> None:

@@ -13,7 +13,7 @@ from tierstream.io.errors import ConfigError, StorageError
 from tierstream.io.measure import Measurement
 from tierstream.tools.bench import report
 from tierstream.tools.bench.plots import PlotSpec
-from tierstream.tools.bench.report import OutputOptions, check_output, write_report
+from tierstream.tools.bench.report import OutputOptions, TracedCase, check_output, write_report
 from tierstream.tools.bench.result import Result, grids
 
 PLOTS = [PlotSpec("copies", "Copies", "size_bytes", ("memory",)), PlotSpec("more", "More", "memory", ())]
@@ -90,6 +90,24 @@ def test_an_earlier_report_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert "second" in (directory / "report.html").read_text()
     assert not (directory / "plot-more.png").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_traces_are_files_and_pictures_of_the_page(tmp_path: Path) -> None:
+    traces = [
+        TracedCase(title, b'{"traceEvents":[]}', b"\x89PNG" + title.encode())
+        for title in ("tiered, clip 0.5, 4 layers", "tiered, no clipping, 4 layers")
+    ]
+    write_report(made(), PLOTS[:1], tmp_path / "report", traces)
+    names = [f"trace-tiered-{part}-4-layers" for part in ("clip-0.5", "no-clipping")]
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted(
+        ["plot-copies.png", "report.html", "result.json"]
+        + [f"{name}.{suffix}" for name in names for suffix in ("json", "png")]
+    )
+    page = Page((tmp_path / "report" / "report.html").read_text())
+    assert page.images[1:] == [trace.png for trace in traces]
+    check_output(OutputOptions(report=str(tmp_path / "report")))
+    write_report(made(), PLOTS[:1], tmp_path / "report")
+    assert not list((tmp_path / "report").glob("trace-*"))
 
 
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
