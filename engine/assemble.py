@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tierstream.engine import initialise, source
+from tierstream.engine import initialise, kernels, source
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive
-from tierstream.engine.meta_model import materialise_buffers
+from tierstream.engine.meta_model import build_meta_model, materialise_buffers
 from tierstream.engine.metrics import DriveTotals
 from tierstream.engine.plan import STATE_FOLDER, Plan, make_plan
 from tierstream.engine.runtime import Runtime
@@ -63,6 +63,23 @@ class Drives:
 
     def close(self) -> None:
         self.opened.close()
+
+
+def build_model(config: RunConfig, parts: ExitStack) -> tuple[Any, Any]:
+    """The model without memory, and its configuration; with the kernels that `config.train` names.
+
+    Args:
+        parts: puts back, when it is closed, what these kernels replace for the whole process.
+
+    Raises:
+        ModelSourceError, ConfigError: see `build_meta_model` and `kernels.liger`.
+    """
+    model, hf_config = build_meta_model(config.model)
+    if config.train.kernels == "liger":
+        parts.enter_context(kernels.liger(model))
+    if config.train.compile:
+        kernels.compile_layers(model, deterministic=config.train.deterministic)
+    return model, hf_config
 
 
 def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Device) -> tuple[Plan, Layout]:
@@ -263,7 +280,7 @@ def build_runtime(
         device,
         config.optimizer,
         rows_per_chunk=config.train.rows_per_chunk or config.train.rows_per_step,
-        loss_chunk_tokens=config.train.loss_chunk_tokens,
+        loss_chunk_tokens=config.train.loss_chunk(model.config.vocab_size),
         total_updates=config.train.steps,
         applied_updates=applied,
         threads=update_threads(config),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.data import DataConfig
@@ -14,6 +15,9 @@ from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
 from tierstream.io.errors import ConfigError
 
+#: fp32 logits of a chunk of the loss, and the edge of the tiles that matrix products are made of: a chunk is
+#: whole tiles.
+_LOGITS_BYTES, _TILE_TOKENS = 1 << 30, 128
 _DEVICE_NAME = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
@@ -27,12 +31,18 @@ class TrainConfig:
     """Rows of `data.seq_len` tokens in a step."""
     rows_per_chunk: int | None = None
     """Rows that run through a layer at once; null: all of the step's."""
-    loss_chunk_tokens: int = 4096
-    """Tokens whose logits exist at once."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at once; null: as many as 1 GiB of fp32 logits hold."""
     seed: int = 0
     """Seed of weights, shuffling and dropout."""
     device: str = "cpu"
     """Where layers are computed: cpu, cuda, cuda:1, ..."""
+    kernels: Literal["plain", "liger"] = "plain"
+    """Norms, MLPs, rotary embedding and loss: the model's own, or the fused ones of Liger, which needs a GPU
+    and liger-kernel; for llama, mistral, qwen2 and qwen3."""
+    compile: bool = False
+    """Compile the layers with torch.compile, in the first step: takes a minute, and a C++ compiler on the
+    CPU."""
     deterministic: bool = True
     """Use only deterministic kernels, so that equal runs are equal to the bit."""
     debug: bool = False
@@ -42,8 +52,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for key in ("steps", "rows_per_step", "loss_chunk_tokens"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"train.{key} is {getattr(self, key)}; it must be >= 1")
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"train.{key} is {value}; it must be >= 1")
         if self.trace_steps < 0:
             raise ConfigError(f"train.trace_steps is {self.trace_steps}; it must be >= 0")
         if self.rows_per_chunk is not None and not 1 <= self.rows_per_chunk <= self.rows_per_step:
@@ -55,8 +66,22 @@ class TrainConfig:
             raise ConfigError(
                 f"train.device is {self.device!r}; it must be cpu, cuda, or cuda:N (GPU number N)"
             )
+        if self.kernels == "liger" and self.device == "cpu":
+            raise ConfigError(
+                "train.kernels is liger and train.device is cpu, but Liger's kernels run on a GPU only; use "
+                "train.kernels: plain, or train.device: cuda"
+            )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"train.seed is {self.seed}; it must be in [0, 2**63)")
+
+    def loss_chunk(self, vocabulary: int) -> int:
+        """Tokens whose logits exist at once. It decides the order of sums, and so bits: nothing but the run
+        file and the model may change it.
+        """
+        if self.loss_chunk_tokens is not None:
+            return self.loss_chunk_tokens
+        fitting = _LOGITS_BYTES // (4 * vocabulary)
+        return max(1, fitting // _TILE_TOKENS * _TILE_TOKENS or fitting)
 
 
 @dataclass(kw_only=True, slots=True)

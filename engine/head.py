@@ -3,9 +3,15 @@
 The number of trained tokens of the step is known beforehand, so the loss of a chunk can be differentiated as
 soon as it is computed, and logits exist for one chunk only: never vocabulary x tokens in memory. Nothing of
 the head is recomputed.
+
+At its peak a chunk holds three fp32 values per logit (log-softmax, and two gradients of it), or, with a loss
+kernel that works in place, the logit alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,20 +22,27 @@ from tierstream.engine.binding import Binding
 #: Label of a position that is not trained on.
 IGNORED = -100
 
+#: `kernel(logits, targets, trained_tokens)`: losses; see `liger_cross_entropy_`.
+LossKernel = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+#: Tensor that is differentiated -> what its gradient is added to.
+Sums = dict[torch.Tensor, torch.Tensor]
+
 
 class Head:
     """The loss of a step and its gradient with respect to the last hidden states.
 
     Args:
-        norm: the decoder's final norm. output: the module that gives logits.
+        norm: the decoder's final norm; its `forward` of now is what runs.
+        output: the module that gives logits. With an attribute `loss_kernel`, a LossKernel, it is a linear
+            layer without bias, and the kernel is used.
         binding: places of the head unit's tensors in both.
         chunk_tokens: tokens whose logits exist at once.
     """
 
-    def __init__(self, norm: nn.Module, output: nn.Module, binding: Binding, chunk_tokens: int) -> None:
-        # The unbound forward of the class: the instance's own was replaced by the identity (see Sweep).
-        self._norm = type(norm).forward.__get__(norm)
+    def __init__(self, norm: nn.Module, output: Any, binding: Binding, chunk_tokens: int) -> None:
+        self._norm = norm.forward
         self._output, self._binding, self._chunk_tokens = output, binding, chunk_tokens
+        self._loss_kernel: LossKernel | None = getattr(output, "loss_kernel", None)
 
     def loss_and_gradient(
         self,
@@ -58,15 +71,51 @@ class Head:
         leaves = list(weights)
         for index in used:
             leaves[index] = weights[index].detach().requires_grad_()
+        sums = {leaves[index]: gradients[index] for index in used}
+        run_chunk = self._plain_chunk if self._loss_kernel is None else self._fused_chunk
         with torch.enable_grad(), self._binding.bound(leaves):
             for start in range(0, flat.shape[0], self._chunk_tokens):
                 rows = slice(start, start + self._chunk_tokens)
                 part = flat[rows].detach().requires_grad_()
-                logits = self._output(self._norm(part)).float()
-                summed = F.cross_entropy(logits, targets[rows], ignore_index=IGNORED, reduction="sum")
-                grads = torch.autograd.grad(summed / trained_tokens, [part, *(leaves[i] for i in used)])
-                total += summed.detach()
-                grad_hidden[rows] = grads[0]
-                for index, grad in zip(used, grads[1:], strict=True):
-                    gradients[index].add_(grad)
-        return total / trained_tokens, grad_hidden.view(hidden.shape)
+                loss, grad_hidden[rows] = run_chunk(part, targets[rows], trained_tokens, sums)
+                total += loss
+        return total, grad_hidden.view(hidden.shape)
+
+    def _plain_chunk(
+        self, part: torch.Tensor, targets: torch.Tensor, trained_tokens: int, sums: Sums
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = F.cross_entropy(
+            self._output(self._norm(part)).float(), targets, ignore_index=IGNORED, reduction="sum"
+        )  # no name for the logits: they are gone before the gradient is taken
+        grad_part, *grads = torch.autograd.grad(summed / trained_tokens, [part, *sums])
+        for total, grad in zip(sums.values(), grads, strict=True):
+            total.add_(grad)
+        return summed.detach().double() / trained_tokens, grad_part
+
+    def _fused_chunk(
+        self, part: torch.Tensor, targets: torch.Tensor, trained_tokens: int, sums: Sums
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._loss_kernel is not None
+        weight = self._output.weight
+        normed = self._norm(part)
+        with torch.no_grad():
+            logits = normed @ weight.T
+            losses = self._loss_kernel(logits, targets, trained_tokens)
+            grad_logits = logits  # overwritten in place
+            _add_product(sums[weight], grad_logits.T, normed)
+            grad_normed = grad_logits @ weight
+        of_norm = [leaf for leaf in sums if leaf is not weight]
+        grad_part, *grads = torch.autograd.grad(normed, [part, *of_norm], grad_normed)
+        for leaf, grad in zip(of_norm, grads, strict=True):
+            sums[leaf].add_(grad)
+        return losses.sum(dtype=torch.float64), grad_part
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`total += a @ b`; where the device has such a product, it is never rounded to the type of `a`."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)

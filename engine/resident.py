@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tierstream.engine.assemble import build_model
 from tierstream.engine.binding import Binding
+from tierstream.engine.config import RunConfig
 from tierstream.engine.head import Head
-from tierstream.engine.meta_model import build_meta_model, materialise_buffers
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.meta_model import materialise_buffers
 from tierstream.engine.sweep import Batch
 from tierstream.engine.units import TORCH_DTYPES, find_units
 
@@ -33,22 +35,19 @@ class ResidentModel:
     """Forward and backward of a whole model that lies on the device; all rows of a step run at once.
 
     Args:
-        config: the architecture.
+        config: its model, kernels and chunks of the loss.
         read: where the weights come from; called now, one tensor at a time.
-        loss_chunk_tokens: tokens whose logits exist at once.
-        prepare: may put other kernels into the model.
+        parts: see `build_model`.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: RunConfig,
         read: ReadRange,
         device: torch.device,
-        loss_chunk_tokens: int,
-        prepare: Callable[[Any], None],
+        parts: ExitStack,
     ) -> None:
-        model, _ = build_meta_model(config)
-        prepare(model)
+        model, hf_config = build_model(config, parts)
         units = find_units(model)
         self._parameters: dict[str, nn.Parameter] = {}
         self._gradients: dict[str, torch.Tensor] = {}
@@ -68,7 +67,8 @@ class ResidentModel:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         norm = self._decoder.norm
         binding = Binding(model, [norm, model.get_output_embeddings()], units.head)
-        self._head = Head(norm, model.get_output_embeddings(), binding, loss_chunk_tokens)
+        chunk_tokens = config.train.loss_chunk(hf_config.vocab_size)
+        self._head = Head(norm, model.get_output_embeddings(), binding, chunk_tokens)
         norm.forward = lambda hidden: hidden  # computed by the head, in chunks, together with the loss
         self._head_names = [tensor.name for tensor in units.head.tensors]
 

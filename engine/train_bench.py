@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive
-from tierstream.engine.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.meta_model import materialise_buffers
 from tierstream.engine.plan import Plan
 from tierstream.engine.resident import ResidentModel
 from tierstream.engine.runtime import Runtime, Traffic
@@ -118,33 +118,28 @@ class TieredBench:
         config: `tiers.gpu` and `optimizer.clip_norm` are replaced by those of the settings.
         known: of `tiers.nvme_dirs`, in order.
         batch: trained on at every step.
-        prepare: may put other kernels into a model that was just built.
 
     Raises:
         BudgetError, StorageError: a tier that cannot hold what it must.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        settings: Sequence[Setting],
-        known: list[KnownDrive],
-        batch: Batch,
-        prepare: Callable[[Any], None] = lambda model: None,
+        self, config: RunConfig, settings: Sequence[Setting], known: list[KnownDrive], batch: Batch
     ) -> None:
-        self.config, self.prepare, self._batch = config, prepare, batch
+        self.config, self._batch = config, batch
         self.history: list[tuple[Setting, float]] = []
         """Setting and loss of every step, in order."""
         self._last: TieredCase | None = None
         with ExitStack() as parts:
             self._open(settings, known, parts)
-            self._parts = parts.pop_all()
+            self.parts = parts.pop_all()
+            """Closed at the end, last first."""
 
     def _open(self, settings: Sequence[Setting], known: list[KnownDrive], parts: ExitStack) -> None:
         config = self.config
         device = Device(config.train.device)
         parts.callback(device.close)
-        model, hf_config = build_meta_model(config.model)
+        model, hf_config = assemble.build_model(config, parts)
         units = find_units(model)
         plans = []
         for setting in settings:
@@ -167,8 +162,7 @@ class TieredBench:
         config = replace(self.config, optimizer=optimizer)
         device = Device(config.train.device)
         parts.callback(device.close)
-        model, _ = build_meta_model(config.model)
-        self.prepare(model)
+        model, _ = assemble.build_model(config, parts)
         materialise_buffers(model, None, device.torch_device)
         memory = GpuMemory(device.torch_device)
 
@@ -187,7 +181,7 @@ class TieredBench:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._parts.close()
+        self.parts.close()
 
     def case(self, case: TieredCase, steps: int, labels: Labels) -> Case:
         """Something that `measure` runs: some steps, counted in tokens."""
@@ -254,13 +248,7 @@ class ResidentCase:
         need_bytes = 2 * sum(s.nbytes for s in bench.layout.planes.values() if s.plane == "weight")
         check_device_memory(device, need_bytes, "weights and gradients of the resident baseline")
         self.model = self.memory.building(
-            lambda: ResidentModel(
-                config.model,
-                bench.store.read_range,
-                device,
-                config.train.loss_chunk_tokens,
-                bench.prepare,
-            )
+            lambda: ResidentModel(config, bench.store.read_range, device, bench.parts)
         )
 
     def case(self, steps: int, labels: Labels) -> Case:
@@ -301,11 +289,7 @@ def random_batch(
 
 
 def resident_losses(
-    config: RunConfig,
-    steps: Sequence[Setting],
-    known: list[KnownDrive],
-    batch: Batch,
-    prepare: Callable[[Any], None] = lambda model: None,
+    config: RunConfig, steps: Sequence[Setting], known: list[KnownDrive], batch: Batch
 ) -> list[float]:
     """Losses of the same training from its begin, layers and layer inputs all on the device.
 
@@ -317,7 +301,7 @@ def resident_losses(
     """
     everything = replace(config, tiers=replace(config.tiers, activations="gpu"))
     kinds = {clip: Setting(gpu=EVERYTHING, clip_norm=clip) for clip in {step.clip_norm for step in steps}}
-    with TieredBench(everything, list(kinds.values()), known, batch, prepare) as bench:
+    with TieredBench(everything, list(kinds.values()), known, batch) as bench:
         cases = {case.setting.clip_norm: case for case in bench.cases}
         for step in steps:
             bench.step(cases[step.clip_norm])

@@ -22,7 +22,6 @@ from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, open_rows
 from tierstream.engine.device import Device
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
-from tierstream.engine.meta_model import build_meta_model
 from tierstream.engine.metrics import MetricsWriter, Observer, RunDirectory, RunSummary, StepMetrics
 from tierstream.engine.plan_report import describe_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
@@ -109,11 +108,11 @@ class _Run:
     def open(cls, config: RunConfig, observer: Observer, parts: ExitStack) -> _Run:
         """Everything before step 0; what is opened is closed by `parts`, last first."""
         run_dir = Path(config.run_dir)
+        model, hf_config = assemble.build_model(config, parts)
         identity = _RunIdentity(run_dir)
         snapshot = checkpoint.find_resume(config.checkpoint.resume, run_dir / "checkpoints", identity.read())
         directory = parts.enter_context(RunDirectory(run_dir, resume=config.checkpoint.resume != "none"))
         state = _first_state() if snapshot is None else dict(snapshot.state)
-        model, hf_config = build_meta_model(config.model)
         settings = _settings(config, hf_config)
         if snapshot is not None:
             checkpoint.check_same_run(state["settings"], settings, config.checkpoint.allow_changed)

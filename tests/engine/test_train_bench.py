@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tierstream.engine import kernels
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
@@ -222,29 +223,44 @@ def test_bytes_of_a_drive_are_the_counters_of_the_store(benches: Benches) -> Non
         assert 0 < bound.nvme_read_bytes <= moved[0] / 2
 
 
-def test_other_kernels_go_into_every_model(benches: Benches) -> None:
+def test_other_kernels_go_into_every_model(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into those of all settings, of the plain training and of the comparison; weights stay the same."""
     prepared: list[Any] = []
 
-    def halve(model: Any) -> None:
+    def halve(model: Any, *, deterministic: bool) -> None:
         prepared.append(model)
         for layer in model.get_decoder().layers:
             mlp = layer.mlp.forward
             layer.mlp.forward = lambda x, mlp=mlp: 0.5 * mlp(x)
 
+    monkeypatch.setattr(kernels, "compile_layers", halve)
     config = benches.config()
     with benches.opened(FREE) as plain:
         plain.step(plain.cases[0])
-    with TieredBench(config, [FREE, CLIPPED], [], benches.batch, halve) as bench:
+    config.train.compile = True
+    with TieredBench(config, [FREE, CLIPPED], [], benches.batch) as bench:
         resident = ResidentCase(bench, benches.batch)
         bench.step(bench.cases[0])
         bench.step(bench.cases[1])
         losses = [loss for _, loss in bench.history]
         assert resident.model.step(benches.batch) == pytest.approx(losses[0], rel=1e-6)
     assert losses[0] != plain.history[0][1]
-    assert len(prepared) == 3
-    assert resident_losses(config, [FREE, CLIPPED], [], benches.batch, halve) == losses
-    assert len({id(model) for model in prepared}) == 5
+    assert len(prepared) == 4  # one tells the sizes
+    assert resident_losses(config, [FREE, CLIPPED], [], benches.batch) == losses
+    assert len({id(model) for model in prepared}) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # inside torch
+def test_the_plain_training_is_compiled_too(benches: Benches) -> None:
+    config = benches.config(rows_per_chunk=ROWS)
+    config.train.compile = True
+    with TieredBench(config, [FREE], [], benches.batch) as bench:
+        resident = ResidentCase(bench, benches.batch)
+        norm = bench.step(bench.cases[0])
+        assert resident.model.step(benches.batch) == pytest.approx(bench.history[0][1], rel=1e-6)
+        assert resident.model.grad_norm() == pytest.approx(norm, rel=1e-5)
 
 
 def test_what_was_made_is_closed_when_the_rest_fails(

@@ -5,7 +5,7 @@ its plain oracle.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,8 @@ class Setup:
     attention: str = "sdpa"
     threads: int = 2
     trace: bool = False
+    prepare: Callable[[Any], None] = lambda model: None
+    """May put other kernels into the model on `meta`."""
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -125,6 +127,7 @@ class Rig:
         faults = setup.faults_seed
         self.device = Device(setup.device, CopyFaults(faults) if faults is not None else None)
         model, hf_config = _meta(setup)
+        setup.prepare(model)
         self.units = find_units(model)
         tiers = TiersConfig(
             gpu=ByteSize(1 << 40) if setup.gpu_all else None,

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from tierstream.engine import fused
+from tierstream.engine import kernels
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
@@ -72,8 +72,8 @@ class TrainBenchOptions(OutputOptions):
     """Tokens of a row."""
     rows_per_chunk: int | None = None
     """Rows that run through a layer at once; null: all. The baseline always takes all."""
-    loss_chunk_tokens: int = 4096
-    """Tokens whose logits exist at once."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at once, as train.loss_chunk_tokens."""
     gpu: list[ByteSize] | None = None
     """Budgets of device memory, as tiers.gpu; null: two layers."""
     dram: ByteSize | None = None
@@ -93,8 +93,9 @@ class TrainBenchOptions(OutputOptions):
     deterministic: bool = True
     """Only deterministic kernels, as in training; for the resident baseline too. Peers are free to choose."""
     kernels: Literal["plain", "liger"] = "plain"
-    """Element-wise kernels of the layers, of the baseline too: the model's own, or the fused ones of Liger,
-    which must be installed."""
+    """As train.kernels, for the baselines too: the model's own, or the fused ones of Liger."""
+    compile: bool = False
+    """As train.compile, for the resident baseline too."""
     baseline: list[BaselineName] | None = None
     """What is run beside; null: nothing."""
     turns: Literal["rounds", "blocks"] = "rounds"
@@ -149,6 +150,8 @@ class TrainBenchOptions(OutputOptions):
                 rows_per_chunk=self.rows_per_chunk,
                 loss_chunk_tokens=self.loss_chunk_tokens,
                 device=self.device,
+                kernels=self.kernels,
+                compile=self.compile,
                 deterministic=self.deterministic,
             ),
             checkpoint=CheckpointConfig(at_end=False),
@@ -165,8 +168,7 @@ def main(args: Sequence[str]) -> int:
         options.run_config(folder, options.nvme_dirs)  # what is wrong is said before anything is made
         _check_device(options.device)
         if options.kernels == "liger":
-            _check_liger(options.device)
-            stack.enter_context(fused.fused_rotary_embedding())
+            kernels.check_liger()
         for name in options.peers:
             peers.check_installed(name)
         peer_dirs = [options.peer_nvme_dir] if options.peer_nvme_dir else []
@@ -226,11 +228,6 @@ class _Bench:
         batch = random_batch(vocabulary, options.rows, options.seq_len, device.torch_device)
         return cls(options, config, known, rates, batch)
 
-    def fuse(self, model: Any) -> None:
-        """Gives the model the kernels that were asked for."""
-        if self.options.kernels == "liger":
-            fused.fuse_layers(model)
-
     def measure(self, layers: int) -> None:
         """All cases at this depth."""
         from tierstream.engine.train_bench import release_device_memory
@@ -261,7 +258,7 @@ class _Bench:
             for gpu, clip in itertools.product(budgets, options.clip_norm or [None])
         ]
         with ExitStack() as stack:
-            bench = stack.enter_context(TieredBench(self.config, settings, self.known, self.batch, self.fuse))
+            bench = stack.enter_context(TieredBench(self.config, settings, self.known, self.batch))
             cases = [
                 bench.case(case, options.steps, {"run": case_name(case.setting, settings), "layers": layers})
                 for case in bench.cases
@@ -323,7 +320,7 @@ class _Bench:
         from tierstream.tools.bench.training import difference
 
         steps = [setting for setting, _ in history]
-        losses = resident_losses(self.config, steps, self.known, self.batch, self.fuse)
+        losses = resident_losses(self.config, steps, self.known, self.batch)
         found = difference([loss for _, loss in history], losses)
         self.good = self.good and not found
         said = (
@@ -333,18 +330,10 @@ class _Bench:
 
 
 def _title(options: TrainBenchOptions) -> str:
-    kernels = "" if options.kernels == "plain" else f", kernels of {options.kernels}"
+    faster = "" if options.kernels == "plain" else f", kernels of {options.kernels}"
+    faster += ", compiled" if options.compile else ""
     tokens = f"{options.rows} x {options.seq_len} tokens a step"
-    return f"Training {options.shape} on {options.device}, {tokens}{kernels}"
-
-
-def _check_liger(device: str) -> None:
-    """Raises ConfigError: its kernels cannot be used."""
-    problem = fused.liger_problem() if device.startswith("cuda") else f"they do not run on --device {device}"
-    if problem:
-        raise ConfigError(
-            f"--kernels liger: {problem}; install liger-kernel, or measure with --kernels plain"
-        )
+    return f"Training {options.shape} on {options.device}, {tokens}{faster}"
 
 
 def _check_device(name: str) -> None:

@@ -196,7 +196,7 @@ def test_names_say_what_differs() -> None:
         (["--dram", "1MiB"], ["the state needs", "1.00 MiB", "nvme_dirs"]),
         (["--gpu", "64KiB"], ["tiers.gpu is 64.00 KiB", "two layers"]),
         (["--nvme-dirs", "/absent"], ["/absent"]),
-        (["--kernels", "liger"], ["--kernels liger", "--device cpu", "--kernels plain"]),
+        (["--kernels", "liger"], ["train.kernels is liger", "device is cpu", "kernels: plain"]),
         (["--profile", "/absent/machine.json"], ["/absent/machine.json"]),
     ],
 )

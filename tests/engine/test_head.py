@@ -1,0 +1,135 @@
+"""The head with a loss kernel that works in place, against the plain one.
+
+Bounds, of the relative difference in norm: fp32 1e-5. In bf16 both round d loss / d logits to 8 bits, but
+from sums in another order, and the plain head rounds the matrix's gradient once more: 2 ** -7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.loss_kernel import torch_cross_entropy_
+from support.rig import reference_model, tiny_config
+
+from tierstream.engine.binding import Binding
+from tierstream.engine.head import Head, LossKernel
+from tierstream.engine.kernels import liger_cross_entropy_
+from tierstream.engine.units import find_units
+
+ROWS, SEQ_LEN, VOCABULARY, HIDDEN = 3, 50, 1003, 48
+#: What lies in the sums before; as large as a gradient, so that no bits are lost in it.
+THERE = 2**-12
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+Result = dict[str, torch.Tensor]
+
+
+def run_head(
+    kernel: LossKernel | None,
+    dtype: torch.dtype,
+    *,
+    tied: bool,
+    chunk: int = 64,
+    device: str = "cpu",
+    sums_dtype: torch.dtype = torch.float32,
+) -> Result:
+    """Loss, gradient of the hidden states, and gradients of the unit's tensors, which are added
+    to something.
+    """
+    config = tiny_config("qwen2", tied=tied, vocab_size=VOCABULARY, hidden_size=HIDDEN, layers=1)
+    model = reference_model(config, dtype).to(device)
+    norm, output, units = model.model.norm, model.lm_head, find_units(model)
+    if kernel is not None:
+        output.loss_kernel = kernel
+    head = Head(norm, output, Binding(model, [norm, output], units.head), chunk)
+    parameters = dict(model.named_parameters())
+    weights = [parameters[tensor.name].detach() for tensor in units.head.tensors]
+    gradients = [
+        torch.full(tensor.shape, THERE, dtype=sums_dtype, device=device) for tensor in units.head.tensors
+    ]
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, SEQ_LEN, HIDDEN, generator=generator).to(device, dtype)
+    labels = torch.randint(VOCABULARY, (ROWS, SEQ_LEN), generator=generator)
+    labels[:, ::5] = -100
+    trained = int((labels != -100).sum())
+    with torch.no_grad():
+        loss, grad = head.loss_and_gradient(weights, hidden, labels.to(device), trained, gradients)
+    assert (loss.dtype, loss.dim(), grad.dtype, grad.shape) == (torch.float64, 0, dtype, hidden.shape)
+    names = [tensor.name for tensor in units.head.tensors]
+    sums = {name: total - THERE for name, total in zip(names, gradients, strict=True)}
+    return {"loss": loss, "hidden": grad, **sums}
+
+
+def check_close(ours: Result, theirs: Result, bound: float) -> None:
+    assert ours["loss"].item() == pytest.approx(theirs["loss"].item(), rel=1e-5)
+    for name, expected in theirs.items():
+        difference = (ours[name].double() - expected.double()).norm()
+        assert difference <= bound * expected.double().norm(), name
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_a_loss_kernel_gives_the_plain_gradients(dtype: torch.dtype, tied: bool) -> None:
+    check_close(
+        run_head(torch_cross_entropy_, dtype, tied=tied), run_head(None, dtype, tied=tied), BOUNDS[dtype]
+    )
+
+
+@pytest.mark.parametrize("kernel", [None, torch_cross_entropy_], ids=["plain", "kernel"])
+def test_chunks_change_only_the_order_of_sums(kernel: LossKernel | None) -> None:
+    whole = run_head(kernel, torch.float32, tied=False, chunk=10_000)
+    for chunk in (1, 7, 149):
+        check_close(run_head(kernel, torch.float32, tied=False, chunk=chunk), whole, 1e-5)
+
+
+def test_sums_in_the_weights_type_are_added_to() -> None:
+    """As the resident baseline has them; each of three chunks rounds to 8 bits."""
+    expected = run_head(torch_cross_entropy_, torch.float32, tied=False)
+    found = run_head(torch_cross_entropy_, torch.bfloat16, tied=False, sums_dtype=torch.bfloat16)
+    check_close(found, expected, 2**-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_ligers_kernel_gives_the_plain_gradients(dtype: torch.dtype, tied: bool, deterministic: None) -> None:
+    pytest.importorskip("liger_kernel")
+    fused = run_head(liger_cross_entropy_, dtype, tied=tied, device="cuda")
+    check_close(fused, run_head(None, dtype, tied=tied, device="cuda"), BOUNDS[dtype])
+    again = run_head(liger_cross_entropy_, dtype, tied=tied, device="cuda")
+    assert all(torch.equal(fused[name], again[name]) for name in fused)
+
+
+@pytest.mark.gpu
+def test_ligers_kernel_needs_the_logits_alone() -> None:
+    """16-bit logits, against three values of 32 bits of the plain head."""
+    pytest.importorskip("liger_kernel")
+    tokens, vocabulary, hidden = 2048, 64_000, 64
+    config = tiny_config("qwen2", vocab_size=vocabulary, hidden_size=hidden, layers=1)
+    model = reference_model(config, torch.bfloat16).to("cuda")
+    norm, output, units = model.model.norm, model.lm_head, find_units(model)
+    parameters = dict(model.named_parameters())
+    weights = [parameters[tensor.name].detach() for tensor in units.head.tensors]
+    gradients = [torch.zeros(tensor.shape, device="cuda") for tensor in units.head.tensors]
+    states = torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(vocabulary, (1, tokens), device="cuda")
+    per_logit = []
+    for kernel in (None, liger_cross_entropy_):
+        output.loss_kernel = kernel
+        head = Head(norm, output, Binding(model, [norm, output], units.head), tokens)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            head.loss_and_gradient(weights, states, labels, tokens, gradients)
+        per_logit.append((torch.cuda.max_memory_allocated() - before) / (tokens * vocabulary))
+    assert per_logit[1] < 2.5
+    assert per_logit[0] < 13
