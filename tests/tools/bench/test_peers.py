@@ -117,7 +117,7 @@ def test_a_peer_that_does_not_answer_is_ended(job: Job) -> None:
         started("import time; time.sleep(60)", job, limit_s=0.5)
     process = started(FAKE.replace("0.01", "60"), job)
     try:
-        with pytest.raises(PeerError, match=r"did not answer within 0\.5 s; it said last: building 2"):
+        with pytest.raises(PeerError, match=r"did not answer within 0\.5 s.*; it said last: building 2"):
             process.run(1, limit_s=0.5)
     finally:
         process.close()

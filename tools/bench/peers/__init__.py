@@ -49,6 +49,8 @@ _NVME_BYTES_PER_PARAMETER = 16
 _START_LIMIT_S = 1800.0
 #: The slowest that was seen, with the optimizer on a cloud drive, took 14 s for each 10^9 parameters.
 _STEP_LIMIT_S = 600.0
+#: torch waits for ever for a build that was killed.
+_STALE_LOCK = "; if a file named lock lies in ~/.cache/torch_extensions/*/* and nothing compiles, remove it"
 _LOG_TAIL_CHARACTERS = 800
 
 
@@ -170,7 +172,9 @@ class PeerProcess:
             found: dict[str, Any] = json.loads(answer)
             return found
         status = self._process.wait()
-        how = f"did not answer within {limit_s:g} s" if late.is_set() else f"ended with status {status}"
+        how = f"ended with status {status}"
+        if late.is_set():
+            how = f"did not answer within {limit_s:g} s{_STALE_LOCK}"
         tail = " ".join(self._log.read_text(errors="replace")[-_LOG_TAIL_CHARACTERS:].split())
         raise PeerError(
             f"--baseline {self._name}: its process {how}; it said last: {tail or 'nothing'}. Choose a "
@@ -273,8 +277,8 @@ def command(name: PeerName) -> list[str]:
 
 
 def environment(device: str) -> dict[str, str]:
-    """That of a group of one process on this device, as torch.distributed and DeepSpeed read it. The ninja that
-    DeepSpeed compiles with lies beside Python.
+    """That of a group of one process on this device, as torch.distributed and DeepSpeed read it. DeepSpeed's
+    compilers are started by the ninja that lies beside Python.
     """
     kind, _, index = device.partition(":")
     return os.environ | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -145,4 +146,4 @@ def _take_streams() -> tuple[TextIO, TextIO]:
 def _listen(commands: TextIO, received: SimpleQueue[dict[str, Any]]) -> None:
     for line in commands:
         received.put(json.loads(line))
-    os._exit(0)  # a step may be under way, and DeepSpeed's threads may not come back
+    os.killpg(0, signal.SIGKILL)  # a step may be under way, or compilers of ours
