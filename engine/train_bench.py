@@ -28,6 +28,7 @@ from tierstream.engine.plan import Plan
 from tierstream.engine.resident import ResidentModel
 from tierstream.engine.runtime import Runtime, Traffic
 from tierstream.engine.sweep import Batch
+from tierstream.engine.trace import Span, Trace
 from tierstream.engine.units import find_units
 from tierstream.io import memory
 from tierstream.io.errors import BudgetError
@@ -130,6 +131,7 @@ class TieredBench:
         self.history: list[tuple[Setting, float]] = []
         """Setting and loss of every step, in order."""
         self._last: TieredCase | None = None
+        self._trace = Trace()
         with ExitStack() as parts:
             self._open(settings, known, parts)
             self.parts = parts.pop_all()
@@ -151,7 +153,9 @@ class TieredBench:
         self.drives = assemble.open_drives(config, self.layout, {}, known, paths)
         if self.drives is not None:
             parts.callback(self.drives.close)
-        self.store = assemble.build_store(config, self.layout, plans[0], self.drives, device, debug=False)
+        self.store = assemble.build_store(
+            config, self.layout, plans[0], self.drives, device, debug=False, trace=self._trace
+        )
         parts.callback(self.store.close)
         assemble.fill_state(config, model, units, self.layout, self.store, None, None, device)
         self.cases = [self._case(setting, plan, parts) for setting, plan in zip(settings, plans, strict=True)]
@@ -168,7 +172,7 @@ class TieredBench:
 
         def build() -> Runtime:
             return assemble.build_runtime(
-                config, model, find_units(model), self.layout, plan, self.store, device, 0
+                config, model, find_units(model), self.layout, plan, self.store, device, 0, self._trace
             )
 
         runtime = memory.building(build)
@@ -215,6 +219,15 @@ class TieredBench:
         )
         case.records.append(record)
         return sample
+
+    def record(self, case: TieredCase, steps: int) -> list[Span]:
+        """Trace of some steps, in steady state."""
+        if self._last is not case:
+            self.step(case)
+        self._trace.start(1)
+        for _ in range(steps):
+            self.step(case)
+        return self._trace.stop()
 
     def step(self, case: TieredCase) -> float:
         """One step of the training under this setting; returns the gradient norm."""

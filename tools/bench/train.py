@@ -27,7 +27,7 @@ from tierstream.io.errors import BudgetError, ConfigError, TierstreamError
 from tierstream.io.scratch import ScratchFolder
 from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import PeerCase, PeerName
-from tierstream.tools.bench.report import OutputOptions, check_output, present, run_cases
+from tierstream.tools.bench.report import OutputOptions, TracedCase, check_output, present, run_cases
 from tierstream.tools.bench.result import Result
 from tierstream.tools.options import parse_options
 
@@ -103,6 +103,8 @@ class TrainBenchOptions(OutputOptions):
     memory and drives are free."""
     peer_nvme_dir: str | None = None
     """Directory for the state of deepspeed-nvme; null: the first of nvme_dirs. Nothing stays there."""
+    trace_steps: int = 0
+    """Steps of each of our cases that are traced, after those that are measured, for --report; 0: none."""
     check: bool = False
     """Compare every loss with a run that has all layers on the device."""
 
@@ -118,6 +120,8 @@ class TrainBenchOptions(OutputOptions):
         for key, value in (("steps", self.steps), *(("layers", depth) for depth in self.layers or [])):
             if value < 1:
                 raise ConfigError(f"--{key} is {value}; it must be at least 1")
+        if self.trace_steps < 0 or (self.trace_steps and self.report is None):
+            raise ConfigError(f"--trace-steps is {self.trace_steps}; it must be 0, or more with a --report")
         for clip in self.clip_norm:
             OptimizerConfig(clip_norm=clip)  # refuses what no run may have
         if self.peer_nvme_dir is None and self.nvme_dirs:
@@ -188,7 +192,7 @@ def main(args: Sequence[str]) -> int:
     if bench.peers:
         made.append(peer_details(bench.peers))
     result = Result("train", _title(options), command, describe_machine(), measurements, notes, details=made)
-    present(result, plots(measurements), options)
+    present(result, plots(measurements), options, bench.traces)
     return 0 if bench.good else 1
 
 
@@ -204,6 +208,7 @@ class _Bench:
     measured: list[MeasuredCase] = field(default_factory=list)
     peers: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    traces: list[TracedCase] = field(default_factory=list)
     good: bool = True
 
     @classmethod
@@ -249,6 +254,7 @@ class _Bench:
     def _measure_cases(self, layers: int, peers: Sequence[PeerCase]) -> list[tuple[Setting, float]]:
         """Ours and these peers, in turn. Returns the setting and the loss of every step from the tiers."""
         from tierstream.engine.train_bench import ResidentCase, Setting, TieredBench
+        from tierstream.tools.bench.timeline import record_case
         from tierstream.tools.bench.training import MeasuredCase, case_name
 
         options = self.options
@@ -275,6 +281,9 @@ class _Bench:
                 self.measured.append(MeasuredCase(measurement, records, flop, bound, case.plan))
             for measurement, each in zip(found[len(settings) :], baselines, strict=True):
                 self.measured.append(MeasuredCase(measurement, each.records[-options.rounds :], flop))
+            if options.trace_steps:
+                pairs = zip(bench.cases, cases, strict=False)
+                self.traces += [record_case(bench, *pair, options.trace_steps) for pair in pairs]
             return bench.history
 
     def _measure_alone(self, peer: PeerCase, layers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.png import size_of
 from support.storage_bench import StorageBench, everything_under
 
 from tierstream.engine import train_bench
@@ -88,7 +90,11 @@ def test_figures_agree_with_each_other(bench: StorageBench) -> None:
     assert "losses are equal to the bit" in plain["notes"][0]
 
 
-def test_screen_json_and_report_say_the_same(bench: StorageBench, tmp_path: Path) -> None:
+def test_screen_json_and_report_say_the_same(
+    bench: StorageBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Figures of a slow machine have more digits: none may be broken over two lines.
+    monkeypatch.setattr("tierstream.tools.bench.report._WIDTH_COLUMNS", 200)
     file, folder = tmp_path / "result.json", tmp_path / "report"
     status, out, err = bench.run(*TINY, "--baseline", "resident", "--json", file, "--report", folder)
     assert (status, err) == (0, "")
@@ -110,6 +116,25 @@ def test_screen_json_and_report_say_the_same(bench: StorageBench, tmp_path: Path
             line = " ".join(texts).split()
             assert any(line == [word for word in words if word != "-"] for words in printed), (name, values)
             assert all(text in page for text in texts)
+
+
+def test_traces_of_the_cases_lie_in_the_report(bench: StorageBench, drive: Path, tmp_path: Path) -> None:
+    """Recorded after the measured steps, which the check repeats too."""
+    report = tmp_path / "report"
+    places = ["--nvme-dirs", drive, "--dram", "2MiB", "--report", report]
+    wanted = ["--clip-norm", "0.5", "null", "--trace-steps", "2", "--check", "true"]
+    status, _, err = bench.run(*TINY, *wanted, *places, "--json", "-")
+    assert (status, err) == (0, "")
+    page = (report / "report.html").read_text()
+    for case in CASES[:2]:
+        name = f"trace-{case.replace(', ', '-').replace(' ', '-')}-4-layers"
+        events = json.loads((report / f"{name}.json").read_text())["traceEvents"]
+        steps = [event["name"] for event in events if event["name"].startswith("step ")]
+        assert steps == ["step 1", "step 2"]
+        assert any(event["name"] == "nvme read" for event in events)
+        png = (report / f"{name}.png").read_bytes()
+        assert size_of(png) > (1000, 300)
+        assert base64.b64encode(png).decode() in page
 
 
 def test_depths_are_measured_one_after_the_other(bench: StorageBench, tmp_path: Path) -> None:
@@ -189,6 +214,7 @@ def test_names_say_what_differs() -> None:
         (["--layers", "4", "4"], ["--layers must have at least one value, each of them once"]),
         (["--clip-norm", "-1"], ["clip_norm is -1"]),
         (["--steps", "0"], ["--steps is 0"]),
+        (["--trace-steps", "1"], ["--trace-steps is 1", "--report"]),
         (["--rows-per-chunk", "3"], ["rows_per_chunk is 3", "between 1 and"]),
         (["--seq-len", "1"], ["seq_len is 1"]),
         (["--device", "gpu"], ["device is 'gpu'"]),
@@ -248,8 +274,9 @@ TieredBench.run = running
 LAUNCH = "\nimport sys\nfrom tierstream.tools.cli import main\nsys.exit(main())\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "signum"), [("the state is filled", signal.SIGTERM), ("steps", signal.SIGINT)]
+)
 def test_an_interrupt_leaves_nothing(
     drive: Path, moment: str, signum: signal.Signals, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
