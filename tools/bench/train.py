@@ -95,7 +95,7 @@ class TrainBenchOptions(OutputOptions):
     kernels: Literal["plain", "liger"] = "plain"
     """As train.kernels, for the baselines too: the model's own, or the fused ones of Liger."""
     compile: bool = False
-    """As train.compile, for the resident baseline too."""
+    """As train.compile, for the resident baseline too; peers are not compiled."""
     baseline: list[BaselineName] | None = None
     """What is run beside; null: nothing."""
     turns: Literal["rounds", "blocks"] = "rounds"
