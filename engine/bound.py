@@ -90,14 +90,34 @@ def drive_traffic(uses: Sequence[tuple[Page, Intent]], frames: int) -> tuple[int
 
 
 def step_bound(
-    rates: Rates, *, flop: float, upload_bytes: int, parameters: int, read_bytes: int, written_bytes: int
+    rates: Rates,
+    *,
+    flop: float,
+    upload_bytes: int,
+    parameters: int,
+    read_bytes: int,
+    written_bytes: int,
+    device_update_bytes: int = 0,
+    cpu_updates: bool = True,
 ) -> Bound:
     """Seconds per resource for one step. Reads and writes of the drives overlap at the mixed rates, the rest
     runs alone.
+
+    Args:
+        upload_bytes: weights that must go to the device.
+        device_update_bytes: what goes to the device to update all parameters there; 0: none is updated there.
+        cpu_updates: the CPU updates as well, or alone.
     """
-    seconds = {"compute": flop / rates.flop_per_s, "update": parameters / rates.update_parameters_per_s}
+    seconds = {"compute": flop / rates.flop_per_s}
+    on_cpu_s = parameters / rates.update_parameters_per_s
+    share = 0.0  # of the parameters that are updated on the device
     if rates.upload:
-        seconds["upload"] = upload_bytes / rates.upload
+        on_device_s, upload_s = device_update_bytes / rates.upload, upload_bytes / rates.upload
+        if device_update_bytes:
+            # Where the CPU and the link are busy equally long, neither could take over anything.
+            share = max(0.0, on_cpu_s - upload_s) / (on_cpu_s + on_device_s) if cpu_updates else 1.0
+        seconds["upload"] = upload_s + share * on_device_s
+    seconds["update"] = (1 - share) * on_cpu_s
     if rates.nvme_read and rates.nvme_write and rates.nvme_read_mixed and rates.nvme_write_mixed:
         together = min(read_bytes / rates.nvme_read_mixed, written_bytes / rates.nvme_write_mixed)
         alone_read = max(0.0, read_bytes - together * rates.nvme_read_mixed) / rates.nvme_read
@@ -123,4 +143,10 @@ def plan_bound(
         parameters=plan.parameters,
         read_bytes=reads * plan.page_bytes,
         written_bytes=writes * plan.page_bytes,
+        device_update_bytes=(
+            sum(spec.nbytes for spec in layout.planes.values() if spec.plane != "activation")
+            if plan.gpu_updates
+            else 0
+        ),
+        cpu_updates=plan.cpu_updates,
     )

@@ -96,13 +96,15 @@ class CopyBench:
         unchecked = True
 
         def upload() -> None:
-            for target, source in up:
-                self._device.upload.copy_in(target, source)
+            with self._device.upload.active():
+                for target, source in up:
+                    self._device.upload.copy_in(target, source)
             _finish(self._device.upload)
 
         def download() -> None:
-            for target, source in down:
-                self._device.download.copy_out(target, source)
+            with self._device.download.active():
+                for target, source in down:
+                    self._device.download.copy_out(target, source)
             _finish(self._device.download)
 
         copy = {"H2D": upload, "D2H": download, "both": lambda: _side_by_side(upload, download)}[direction]

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,7 +59,10 @@ class Stamp(Protocol):
 
 
 class Lane(Protocol):
-    """An ordered queue of device work. Methods may be called from one thread at a time."""
+    """An ordered queue of device work. Methods may be called from one thread at a time.
+
+    Copies, and whatever else the calling thread enqueues with torch, go to the lane within `active`.
+    """
 
     def active(self) -> contextlib.AbstractContextManager[Any]: ...
     def copy_in(self, device: torch.Tensor, host: np.ndarray) -> None: ...
@@ -148,21 +152,21 @@ class CudaLane:
     def __init__(self, stream: torch.cuda.Stream, faults: CopyFaults | None) -> None:
         self.stream = stream
         self._faults = faults
-        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="lane")
+        self._watched: SimpleQueue[tuple[Event, Callable[[], None]] | None] = SimpleQueue()
+        self._watcher = threading.Thread(target=self._watch, name="lane", daemon=True)
+        self._watcher.start()
         self._failure: BaseException | None = None
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream)
 
     def copy_in(self, device: torch.Tensor, host: np.ndarray) -> None:
-        with torch.cuda.stream(self.stream):
-            self._delay()
-            device.copy_(torch.from_numpy(host), non_blocking=True)
+        self._delay()
+        device.copy_(torch.from_numpy(host), non_blocking=True)
 
     def copy_out(self, host: np.ndarray, device: torch.Tensor) -> None:
-        with torch.cuda.stream(self.stream):
-            self._delay()
-            torch.from_numpy(host).copy_(device, non_blocking=True)
+        self._delay()
+        torch.from_numpy(host).copy_(device, non_blocking=True)
 
     def _delay(self) -> None:
         if self._faults:
@@ -181,21 +185,22 @@ class CudaLane:
             self.stream.wait_event(event)  # type: ignore[arg-type]
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        event = self.record()
+        if self._failure is not None:
+            raise self._failure
+        self._watched.put((self.record(), callback))
 
-        def watch() -> None:
+    def _watch(self) -> None:
+        while (watched := self._watched.get()) is not None:
+            event, callback = watched
             try:
                 event.synchronize()
                 callback()
             except BaseException as error:
                 self._failure = error
 
-        if self._failure is not None:
-            raise self._failure
-        self._watcher.submit(watch)
-
     def close(self) -> None:
-        self._watcher.shutdown(wait=True)
+        self._watched.put(None)
+        self._watcher.join()
 
 
 class Device:
@@ -244,11 +249,15 @@ class Device:
         start = -spare.ctypes.data % 4096
         return torch.from_numpy(spare[start : start + nbytes])
 
-    def poison(self, buffer: torch.Tensor, lane: Lane) -> None:
-        """With faults on, fill a buffer that nobody may read any more with NaN, in the order of `lane`."""
-        if self.faults:
-            with lane.active():
-                buffer.view(torch.uint8).fill_(0xFF)
+    def poison(self, buffer: torch.Tensor, lane: Lane) -> Event | None:
+        """With faults on, fill a buffer that nobody may read any more with NaN, in the order of `lane`; the
+        point after which another lane may write it again.
+        """
+        if not self.faults:
+            return None
+        with lane.active():
+            buffer.view(torch.uint8).fill_(0xFF)
+        return lane.record()
 
     @contextlib.contextmanager
     def replayed_rng(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:

@@ -45,12 +45,12 @@ class Kernels(Protocol):
         """One AdamW step in place.
 
         Args:
-            planes: flat, of one length: `weight` with `master_low` (uint16 patterns both) or with `master`, or
-                an fp32 `weight` alone; `exp_avg`, `exp_avg_sq`; `grad` in fp32 or as uint16 patterns of bf16.
+            planes: flat, of one length: `weight` with `master_low` (uint16 patterns both) or with `master`,
+                or an fp32 `weight` alone; `exp_avg`, `exp_avg_sq`; `grad` in fp32, or bf16 as uint16.
         """
 
     def sum_squares(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """The sum of squares of flat fp32 `values` to `out`, fp64 [1]: the same bits every time on one device.
+        """The sum of squares of flat fp32 `values` to `out`, fp64 [1]; the same bits each time on one device.
 
         fp64 cannot overflow here, so the result is finite exactly if every element is.
         """

@@ -1,5 +1,5 @@
-"""Writes finished device buffers (gradients, boundary activations) to pages of the store, in order, in a thread
-of its own.
+"""Writes finished device buffers (gradients, boundary activations) to pages of the store, in order, in a
+thread of its own.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Downloader:
         )
         self._failed: BaseException | None = None
         self.bytes_down = 0
+        """Of all that was submitted."""
 
     def submit(
         self,
@@ -57,6 +58,7 @@ class Downloader:
             stored: called on the host for every page that is in DRAM.
         """
         self.raise_failure()
+        self.bytes_down += source.numel() * (2 if self._rounds(unit, plane, source) else source.itemsize)
         return self._thread.submit(self._run, unit, plane, source, ready, done, stored)
 
     def raise_failure(self) -> None:
@@ -79,17 +81,15 @@ class Downloader:
             self.raise_failure()
             lane, trace = self._device.download, self._trace
             lane.wait(ready)
-            with trace.on_lane(Track.DOWNLOAD, lane, plane, unit):
+            with lane.active(), trace.on_lane(Track.DOWNLOAD, lane, plane, unit):
                 for page in self._layout.pages(unit, plane):
                     with trace.wait(Track.DOWNLOADER, "copies", unit):
                         self._credits.acquire()
                     with trace.wait(Track.DOWNLOADER, "page", unit):
                         lease = self._store.acquire([(page, Intent.OVERWRITE)])
-                    with lane.active():
-                        content = self._content(page, source)
+                    content = self._content(page, source)
                     lane.copy_out(lease.arrays[0][: content.numel()], content)
                     lane.when_done(lambda page=page, lease=lease: self._give_back(page, lease, stored))  # type: ignore[misc]
-                    self.bytes_down += content.numel()
             lane.when_done(done)
         except BaseException as error:
             self._failed = self._failed or error
@@ -100,11 +100,14 @@ class Downloader:
         """The bytes of one page."""
         start, end = self._layout.page_span(page)
         part = source[start : min(end, source.numel())]
-        if self._layout.spec(page.unit, page.plane).dtype != "bfloat16" or source.dtype != torch.float32:
+        if not self._rounds(page.unit, page.plane, source):
             return part.view(torch.uint8)
         rounded = next(self._rounded)[: part.numel()]
         self._device.kernels.round_bf16(part, rounded)
         return rounded.view(torch.uint8)
+
+    def _rounds(self, unit: str, plane: str, source: torch.Tensor) -> bool:
+        return source.dtype == torch.float32 and self._layout.spec(unit, plane).dtype == "bfloat16"
 
     def _give_back(self, page: Page, lease: Lease, stored: Callable[[Page], None]) -> None:
         self._store.release(lease)

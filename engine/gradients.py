@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tierstream.engine.device import Device
+from tierstream.engine.device import Device, Event
 from tierstream.engine.download import Downloader
 from tierstream.engine.trace import Trace
 from tierstream.tiered.layout import Page, Unit
@@ -74,8 +74,8 @@ class GradientBuffers:
     ) -> None:
         self._device, self._downloader, self._trace = device, downloader, trace
         self._group_of, self._stored, self._closed = group_of, stored, closed
-        self._free = {
-            group: [device.buffer(4 * numel).view(torch.float32) for _ in range(count)]
+        self._free: dict[str, list[tuple[torch.Tensor, Event | None]]] = {
+            group: [(device.buffer(4 * numel).view(torch.float32), None) for _ in range(count)]
             for group, (count, numel) in groups.items()
         }
         self._open: dict[str, tuple[GradientSum, torch.Tensor]] = {}
@@ -90,7 +90,8 @@ class GradientBuffers:
             free = self._free[self._group_of[unit.name]]
             with self._trace.stall("gradients", unit.name), self._state:
                 self._state.wait_for(lambda: free)
-                flat = free.pop()
+                flat, poisoned = free.pop()
+            self._device.compute.wait(poisoned)
             self._downloader.raise_failure()
             self._open[unit.name] = GradientSum(unit, flat), flat
         return self._open[unit.name][0]
@@ -103,9 +104,9 @@ class GradientBuffers:
         self._device.kernels.sum_squares(total.flat, self._squares[index : index + 1])
 
         def done() -> None:
-            self._device.poison(flat, self._device.download)
+            poisoned = self._device.poison(flat, self._device.download)
             with self._state:
-                self._free[self._group_of[unit.name]].append(flat)
+                self._free[self._group_of[unit.name]].append((flat, poisoned))
                 self._outstanding -= 1
                 self._state.notify_all()
 

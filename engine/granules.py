@@ -28,8 +28,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Granule:
-    """One page of a unit's weight plane and the pages of its other planes over the same elements. No page is in
-    two granules.
+    """One page of a unit's weight plane and the pages of its other planes over the same elements. No page is
+    in two granules.
     """
 
     unit: str
@@ -84,7 +84,7 @@ def _call(
 
 
 def device_granule_nbytes(layout: Layout, units: Iterable[Unit]) -> int:
-    """Bytes of a device buffer that holds the pages of any granule, each at a multiple of PAGE_ALIGN_BYTES."""
+    """Bytes of a device buffer that holds the pages of any granule, each one aligned."""
     return max(
         sum(round_up(layout.page_nbytes(page), PAGE_ALIGN_BYTES) for page, _ in granule.uses)
         for unit in units

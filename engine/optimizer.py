@@ -49,8 +49,8 @@ class OptimizerConfig:
     backward; a gradient that is not finite then ends the run, and the weights are those of the last
     checkpoint."""
     placement: Literal["auto", "cpu", "gpu"] = "auto"
-    """What computes the update: the CPU, the GPU (the planes pass through it), or both, page by page, whichever
-    is free. All give the same bits."""
+    """What computes the update: the CPU, the GPU (the planes pass through it), or both, page by page,
+    whichever is free. All give the same bits."""
     threads: int | None = None
     """CPU threads of the update; null: as many as torch uses."""
     max_skipped_in_a_row: int = 5
@@ -74,9 +74,9 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{key} is {getattr(self, key)}; it must be {limit}")
         if self.clip_norm is not None and not self.check_finite:
             raise ConfigError(
-                f"optimizer.check_finite is false and optimizer.clip_norm is {self.clip_norm}: clipping waits "
-                "for the whole gradient, so the check costs nothing; set clip_norm to null, or check_finite to "
-                "true"
+                f"optimizer.check_finite is false and optimizer.clip_norm is {self.clip_norm}: clipping "
+                "waits for the whole gradient, so the check costs nothing; set clip_norm to null, or "
+                "check_finite to true"
             )
 
     def updates_on_device(self, *, device_in_host: bool) -> bool:
@@ -140,5 +140,5 @@ def judge(
 
 
 def unconditional(config: OptimizerConfig, applied_updates: int, total_updates: int) -> Verdict:
-    """The verdict that needs no gradient: nothing is clipped and nothing checked. Its norm is not known yet."""
+    """The verdict that needs no gradient: nothing is clipped or checked. Its norm is not known yet."""
     return Verdict(0.0, 1.0, learning_rate(config, applied_updates, total_updates), applied_updates + 1)

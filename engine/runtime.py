@@ -104,9 +104,8 @@ class Runtime:
             rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
         )  # fmt: skip
         self._uploads = self._sweep.uploads(self.updates.queue.wait)
-        self.steady_schedule = self._schedule(
-            self.uploader.plan(self._uploads, stale=True), updating=not config.updates_in_backward
-        )
+        self._steady_plan = self.uploader.plan(self._uploads, stale=True)
+        self.steady_schedule = self._schedule(self._steady_plan, updating=not config.updates_in_backward)
         self._following = [page for page, _ in self.steady_schedule]
         self._pending: Verdict | None = None
         self._unconditional: Verdict | None = None
@@ -131,12 +130,14 @@ class Runtime:
         self.updates.queue.finish()
 
     def traffic(self) -> Traffic:
-        """What has moved so far. `gpu` counts uploads and downloads, `dram` page uses, `nvme` I/O."""
+        """What has moved so far. `gpu` counts copies both ways, `dram` page uses, `nvme` I/O."""
         store = self.store.stats
         up, down = self.uploader, self.downloader
+        to_device, from_device = self.updates.device_bytes
+        to_device, from_device = to_device + up.bytes_up, from_device + down.bytes_down
         return Traffic(
-            bytes_read={"gpu": down.bytes_down, "dram": up.bytes_up, "nvme": store.nvme_bytes_read},
-            bytes_written={"gpu": up.bytes_up, "dram": down.bytes_down, "nvme": store.nvme_bytes_written},
+            bytes_read={"gpu": from_device, "dram": to_device, "nvme": store.nvme_bytes_read},
+            bytes_written={"gpu": to_device, "dram": from_device, "nvme": store.nvme_bytes_written},
             hits={"gpu": up.hits, "dram": store.hits + store.prefetched},
             misses={"gpu": up.misses, "dram": store.misses},
             wait_s={"page": store.read_wait_s, "frame": store.frame_wait_s},
@@ -155,10 +156,13 @@ class Runtime:
         verdict = unconditional(self._config, self.applied_updates, self._total_updates)
         if batch.trained_tokens == 0:
             return StepOutcome(math.nan, verdict)
-        plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
         pending, self._pending = self._pending, None
-        schedule = self._schedule(plan, updating=pending is not None)
-        self.store.begin_step([page for page, _ in schedule], self._following)
+        if self._device_is_stale and (pending is not None or self._config.updates_in_backward):
+            plan, pages = self._steady_plan, self._following
+        else:
+            plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
+            pages = [page for page, _ in self._schedule(plan, updating=pending is not None)]
+        self.store.begin_step(pages, self._following)
         if pending is not None:
             self.updates.begin(pending)
         self.updates.queue.want_in_forward_order()
@@ -174,8 +178,8 @@ class Runtime:
             if verdict.skipped:
                 raise TrainingStopped(
                     f"the gradient of update {verdict.update} is not finite (loss {loss}) and was applied, "
-                    "since optimizer.check_finite is false: the weights of this run are lost; resume from its "
-                    "last checkpoint, with optimizer.check_finite: true"
+                    "since optimizer.check_finite is false: the weights of this run are lost; resume from "
+                    "its last checkpoint, with optimizer.check_finite: true"
                 )
         elif verdict.skipped:
             self._gradients.wait_stored()

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive
 from tierstream.engine.meta_model import materialise_buffers
+from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import Plan
 from tierstream.engine.resident import ResidentModel
 from tierstream.engine.runtime import Runtime, Traffic
@@ -42,10 +43,19 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What may change while the state stays: `tiers.gpu` and `optimizer.clip_norm`."""
+    """What may change while the state stays: `tiers.gpu`, and of the optimizer what its planes do not depend
+    on, and `clip_norm`.
+    """
 
     gpu: ByteSize | None = None
     clip_norm: float | None = None
+    check_finite: bool = True
+    placement: Literal["auto", "cpu", "gpu"] = "auto"
+
+    def optimizer(self, base: OptimizerConfig) -> OptimizerConfig:
+        return replace(
+            base, clip_norm=self.clip_norm, check_finite=self.check_finite, placement=self.placement
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +126,7 @@ class TieredBench:
     `config.tiers.nvme_dirs` names; remove these.
 
     Args:
-        config: `tiers.gpu` and `optimizer.clip_norm` are replaced by those of the settings.
+        config: what a `Setting` names is replaced by that of the settings.
         known: of `tiers.nvme_dirs`, in order.
         batch: trained on at every step.
 
@@ -145,7 +155,11 @@ class TieredBench:
         units = find_units(model)
         plans = []
         for setting in settings:
-            sized = replace(config, tiers=replace(config.tiers, gpu=setting.gpu))
+            sized = replace(
+                config,
+                tiers=replace(config.tiers, gpu=setting.gpu),
+                optimizer=setting.optimizer(config.optimizer),
+            )
             plan, self.layout = assemble.plan_run(sized, units, hf_config, device)
             plans.append(plan)
         assemble.check_space(config, plans[0], Path(config.run_dir))
@@ -162,8 +176,7 @@ class TieredBench:
 
     def _case(self, setting: Setting, plan: Plan, parts: ExitStack) -> TieredCase:
         """Every runtime has a model (without weights), lanes and device buffers of its own."""
-        optimizer = replace(self.config.optimizer, clip_norm=setting.clip_norm)
-        config = replace(self.config, optimizer=optimizer)
+        config = replace(self.config, optimizer=setting.optimizer(self.config.optimizer))
         device = Device(config.train.device)
         parts.callback(device.close)
         model, _ = assemble.build_model(config, parts)
@@ -313,7 +326,8 @@ def resident_losses(
         BudgetError: the device has no room for that.
     """
     everything = replace(config, tiers=replace(config.tiers, activations="gpu"))
-    kinds = {clip: Setting(gpu=EVERYTHING, clip_norm=clip) for clip in {step.clip_norm for step in steps}}
+    clips = {step.clip_norm for step in steps}
+    kinds = {clip: Setting(gpu=EVERYTHING, clip_norm=clip, placement="cpu") for clip in clips}
     with TieredBench(everything, list(kinds.values()), known, batch) as bench:
         cases = {case.setting.clip_norm: case for case in bench.cases}
         for step in steps:

@@ -2,8 +2,8 @@
 
 With clipping or the finite check, the update of a step is deferred into the next forward, in forward order,
 just ahead of the uploads (docs/design.md section 5); its result is the same to the bit as an update at the
-end of the step, since nothing reads a weight in between. Without both, a unit is updated during backward, as soon
-as its gradient is complete; what is left then goes on in the next forward.
+end of the step, since nothing reads a weight in between. Without both, a unit is updated during backward,
+as soon as its gradient is complete; what is left then goes on in the next forward.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ class UpdateDriver:
             for spec in layout.planes.values()
             if spec.unit in self._granules
         }
+        self._on_device: _DeviceWorker | None = None
         workers: list[tuple[Track, _Worker]] = []
         if config.placement != "gpu":
             worker = _CpuWorker(store, dtypes, threads)
             workers += [(track, worker) for track in _CPU_WORKERS]
         if config.updates_on_device(device_in_host=not device.is_cuda):
             nbytes = device_granule_nbytes(layout, units)
-            workers.append((Track.DEVICE_UPDATER, _DeviceWorker(store, layout, dtypes, device, nbytes)))
+            self._on_device = _DeviceWorker(store, layout, dtypes, device, nbytes)
+            workers.append((Track.DEVICE_UPDATER, self._on_device))
         self._threads = [
             threading.Thread(target=self._work, args=pair, name=pair[0], daemon=True) for pair in workers
         ]
@@ -72,6 +74,11 @@ class UpdateDriver:
 
     def grad_pages(self) -> list[Page]:
         return [page for own in self._granules.values() for granule in own for page in granule.gradient]
+
+    @property
+    def device_bytes(self) -> tuple[int, int]:
+        """Bytes that updates have moved to the device and back."""
+        return (self._on_device.bytes_up, self._on_device.bytes_down) if self._on_device else (0, 0)
 
     def begin(self, verdict: Verdict, *, unlimited: bool = False) -> None:
         """Start the update of all units. `unlimited`: do not wait for uploads (a flush)."""
@@ -152,6 +159,7 @@ class _DeviceWorker(_Worker):
         self._slots: list[tuple[Lane, torch.Tensor]] = [
             (device.lane(), device.buffer(nbytes)) for _ in range(DEVICE_GRANULES)
         ]
+        self.bytes_up = self.bytes_down = 0
 
     def update(
         self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
@@ -165,20 +173,22 @@ class _DeviceWorker(_Worker):
             trace.span(track, "adamw", granule.unit),
             trace.on_lane(Track.DEVICE_UPDATES, lane, "adamw", granule.unit),
             self._cleared_on_error(lease),
+            lane.active(),
         ):
             parts = self._parts(granule, buffer)
             for part, array in zip(parts, lease.arrays, strict=True):
                 lane.copy_in(part, array)
-            with lane.active():
-                for call, own in zip(granule.calls, settings, strict=True):
-                    planes = {
-                        plane: parts[index][first:last].view(self._dtypes[granule.unit, plane])
-                        for plane, (index, first, last) in call.pieces.items()
-                    }
-                    self._device.kernels.adamw(planes, own)
+                self.bytes_up += array.nbytes
+            for call, own in zip(granule.calls, settings, strict=True):
+                planes = {
+                    plane: parts[index][first:last].view(self._dtypes[granule.unit, plane])
+                    for plane, (index, first, last) in call.pieces.items()
+                }
+                self._device.kernels.adamw(planes, own)
             for part, array, (_, intent) in zip(parts, lease.arrays, granule.uses, strict=True):
                 if intent is Intent.UPDATE:
                     lane.copy_out(array, part)
+                    self.bytes_down += array.nbytes
 
         def done() -> None:
             self._device.poison(buffer, lane)

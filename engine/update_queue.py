@@ -45,19 +45,22 @@ class UpdateQueue:
         self._stored: set[Page] = set()
         """Gradient pages in DRAM."""
         self._allowed = len(self._units)
-        self._state = threading.Condition()
+        # Workers wait for granules, uploads for granules that are finished: who cannot go on is not woken.
+        self._lock = threading.Lock()
+        self._work, self._progress = threading.Condition(self._lock), threading.Condition(self._lock)
         self._error: BaseException | None = None
         self._closed = False
 
     def stored(self, page: Page) -> None:
         """A page of a gradient is in DRAM."""
-        with self._state:
+        with self._lock:
             self._stored.add(page)
-            self._state.notify_all()
+            if self._pending:
+                self._work.notify()
 
     def forget(self) -> None:
         """The stored gradients are discarded."""
-        with self._state:
+        with self._lock:
             self._stored.clear()
 
     def decide(self, units: Iterable[str], verdict: Verdict, *, ahead: int | None = None) -> None:
@@ -69,7 +72,7 @@ class UpdateQueue:
         Raises:
             InvariantError: the update of a unit before this one has not been finished.
         """
-        with self._state:
+        with self._lock:
             for name in units:
                 unit = self._units[name]
                 if unit.unfinished:
@@ -79,16 +82,16 @@ class UpdateQueue:
                 unit.unfinished = {granule.index for granule in unit.granules}
                 self._pending.append(unit)
             self._allowed = len(self._units) if ahead is None else ahead
-            self._state.notify_all()
+            self._work.notify_all()
 
     def want_in_forward_order(self) -> None:
         """What is left of updates during backward is wanted by the forward that comes."""
-        with self._state:
+        with self._lock:
             self._pending.sort(key=lambda unit: unit.position)
 
     def take(self) -> tuple[Granule, Verdict] | None:
         """The next granule, as soon as there is one; None: the queue was closed, or a worker failed."""
-        with self._state:
+        with self._lock:
             while not self._closed and self._error is None:
                 for unit in self._pending:
                     if unit.position >= self._allowed:
@@ -101,20 +104,20 @@ class UpdateQueue:
                         if not unit.untaken:
                             self._pending.remove(unit)
                         return granule, unit.verdict
-                self._state.wait()
+                self._work.wait()
             return None
 
     def finished(self, granule: Granule) -> None:
         """The planes of a granule that was taken are updated, and its lease was given back."""
-        with self._state:
+        with self._lock:
             self._units[granule.unit].unfinished.discard(granule.index)
-            self._state.notify_all()
+            self._progress.notify_all()
 
     def failed(self, error: BaseException) -> None:
         """A worker ends with an error: everyone who waits gets it."""
-        with self._state:
+        with self._lock:
             self._error = self._error or error
-            self._state.notify_all()
+            self._wake_all()
 
     def wait(self, unit: str, granule: int) -> None:
         """Block until the pending update of a granule, if any, is finished; lets updates run further ahead.
@@ -123,12 +126,12 @@ class UpdateQueue:
             BaseException: what made a worker fail.
         """
         state = self._units[unit]
-        with self._state:
+        with self._lock:
             ahead = state.position + 1 + UNITS_AHEAD
             if ahead > self._allowed:
                 self._allowed = ahead
-                self._state.notify_all()
-            self._state.wait_for(lambda: granule not in state.unfinished or self._error or self._closed)
+                self._work.notify_all()
+            self._progress.wait_for(lambda: granule not in state.unfinished or self._error or self._closed)
             self._raise()
 
     def finish(self) -> None:
@@ -137,10 +140,10 @@ class UpdateQueue:
         Raises:
             BaseException: what made a worker fail.
         """
-        with self._state:
+        with self._lock:
             self._allowed = len(self._units)
-            self._state.notify_all()
-            self._state.wait_for(
+            self._work.notify_all()
+            self._progress.wait_for(
                 lambda: self._error
                 or self._closed
                 or not any(unit.unfinished for unit in self._units.values())
@@ -149,9 +152,13 @@ class UpdateQueue:
 
     def close(self) -> None:
         """Nothing is handed out any more."""
-        with self._state:
+        with self._lock:
             self._closed = True
-            self._state.notify_all()
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._work.notify_all()
+        self._progress.notify_all()
 
     def _raise(self) -> None:
         if self._error is not None:

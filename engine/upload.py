@@ -252,7 +252,7 @@ class Uploader:
         self._device.poison(slot.buffer, lane)
         intent = Intent.CONSUME if upload.plane == "activation" else Intent.READ
         end = layout.spec(upload.unit, upload.plane).nbytes
-        with trace.on_lane(Track.UPLOAD, lane, upload.plane, upload.unit):
+        with lane.active(), trace.on_lane(Track.UPLOAD, lane, upload.plane, upload.unit):
             for page in layout.pages(upload.unit, upload.plane):
                 start = page.index * layout.page_bytes
                 size = min(layout.page_bytes, end - start)

@@ -205,6 +205,8 @@ class Store:
                 forgotten.
             following: page uses of the step after it, and of every one after that.
         """
+        if self._directory is None:  # every page is there: nothing is evicted or read ahead
+            return
         parsed = Schedule(schedule, following)
         with self._lock:
             self._check()

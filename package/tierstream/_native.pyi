@@ -93,8 +93,8 @@ def adamw_scalars(
 
     Returns:
         grad_scale, 1 - lr * weight_decay, the factor of the first moment's lerp, whether that lerp starts
-        from the gradient (1.0) or from the moment (0.0), beta2, 1 - beta2, the root of the second bias correction,
-        eps, and -lr over the first bias correction; each is an fp32 number.
+        from the gradient (1.0) or from the moment (0.0), beta2, 1 - beta2, the root of the second bias
+        correction, eps, and -lr over the first bias correction; each is an fp32 number.
     """
 
 def split_master(master: NDArray[np.float32], weight: NDArray[np.uint16], low: NDArray[np.uint16]) -> None:

@@ -27,13 +27,13 @@ class SlowDownloader:
         self,
         unit: str,
         plane: str,
-        produce: Callable[[], torch.Tensor],
+        source: torch.Tensor,
         ready: Event,
         done: Callable[[], None],
     ) -> Future[None]:
         def run() -> None:
             self.gate.acquire()
-            self.seen.append(produce().clone())
+            self.seen.append(source.clone())
             done()
 
         return self._thread.submit(run)
@@ -64,7 +64,8 @@ def test_forward_waits_when_the_tiers_are_slower() -> None:
     thread.join()
     stash.wait_stored(5)
     assert put == list(range(6))
-    assert all(torch.equal(a, b.view(-1)) for a, b in zip(downloader.seen, hidden, strict=True))
+    expected_bytes = [values.view(-1).view(torch.uint8) for values in hidden]
+    assert all(torch.equal(a, b) for a, b in zip(downloader.seen, expected_bytes, strict=True))
 
 
 def test_abort_wakes_whoever_waits_for_an_activation_that_will_not_come() -> None:

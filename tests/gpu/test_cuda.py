@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from support.rig import PlainTraining, Setup, batches, rig, same_bits, tiny_config
 
 from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Track
 from tierstream.engine.trace_summary import summarise
 
@@ -69,6 +71,64 @@ def test_slow_streams_and_poison_change_nothing(tmp_path: Path, seed: int) -> No
     losses, planes = result(base.but(nvme=tmp_path / "drive", dram=24 * base.page, faults_seed=seed))
     assert losses == expected[0]
     assert same_bits(planes, expected[1]) == []
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["deferred", "in-backward"])
+@pytest.mark.parametrize("tiers", ["dram", "nvme"])
+def test_who_updates_and_when_changes_nothing(tmp_path: Path, tiers: str, early: bool) -> None:
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=None, placement="cpu")
+    expected = result(setup(optimizer=optimizer, gpu_all=True, activations="gpu"))
+    variants = [("gpu", "float32", None), ("auto", "float32", 3), ("auto", "bfloat16", None)]
+    for placement, grad_dtype, seed in variants:
+        own = replace(optimizer, placement=placement, grad_dtype=grad_dtype, check_finite=not early)
+        made = setup(optimizer=own, faults_seed=seed)
+        if tiers == "nvme":
+            made = made.but(nvme=tmp_path / f"{placement}{seed}{grad_dtype}", dram=24 * made.page)
+        if grad_dtype != "float32":
+            plain = replace(optimizer, grad_dtype=grad_dtype)
+            expected = result(setup(optimizer=plain, gpu_all=True, activations="gpu"))
+        losses, planes = result(made)
+        assert losses == expected[0]
+        assert same_bits(planes, expected[1]) == []
+
+
+def test_a_steady_step_allocates_nothing_and_waits_for_the_device_once() -> None:
+    """By torch's own counts: no memory is taken from the driver, nothing is registered, no thread waits for a
+    whole device, and the host reads back one tensor, after the sweep.
+    """
+    with rig(setup()) as run:
+        device = run.device.torch_device
+        steps = [
+            Batch(b.input_ids.to(device), b.labels.to(device), b.position_ids.to(device), b.trained_tokens)
+            for b in batches(6, rows=run.setup.rows, seq_len=run.setup.seq_len)
+        ]
+        for batch in steps[:3]:
+            run.runtime.step(batch)
+        sweep, run_sweep = run.runtime._sweep, run.runtime._sweep.run
+
+        def without_waiting(*args: object) -> torch.Tensor:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return run_sweep(*args)  # type: ignore[arg-type]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        sweep.run = without_waiting  # type: ignore[method-assign]
+        before = torch.cuda.memory_stats()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            for batch in steps[3:]:
+                run.runtime.step(batch)
+        after = torch.cuda.memory_stats()
+        counts = {event.key: event.count for event in profile.key_averages()}
+    for key in ("num_device_alloc", "num_device_free", "num_alloc_retries"):
+        assert after[key] == before[key], key
+    assert counts.get("cudaLaunchKernel", 0) > 0
+    for call in ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMallocHost", "cudaHostRegister"):
+        assert counts.get(call, 0) == 0, call
+    # The profiler waits for the device when it starts and when it ends.
+    assert counts.get("cudaDeviceSynchronize", 0) <= 2
+    assert counts.get("cudaStreamSynchronize", 0) <= len(steps[3:])
 
 
 def test_a_trace_changes_nothing_and_shows_the_order_of_the_lanes(tmp_path: Path) -> None:

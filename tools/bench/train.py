@@ -42,8 +42,9 @@ BaselineName: TypeAlias = Literal["resident"] | PeerName
 _PROG = "tierstream bench train"
 _DESCRIPTION = """\
 Measure how fast the executor trains, over random weights and random tokens.
-- Each combination of --gpu and --clip-norm is a case; cases take turns, round
-  by round, and train one state. --layers with several depths repeats all of it.
+- Each combination of --gpu, --clip-norm and --placement is a case; cases take
+  turns, round by round, and train one state. --layers with several depths
+  repeats all of it.
 - --baseline resident: the same model, batch and loss, all of it on the device,
   forward and backward with recompute, without an optimizer; it takes turns too.
 - --baseline deepspeed-cpu deepspeed-nvme fsdp2-offload: whole steps, AdamW
@@ -84,6 +85,14 @@ class TrainBenchOptions(OutputOptions):
     """Where the inputs of layers wait for backward."""
     clip_norm: list[float | None] | None = field(default_factory=lambda: list[float | None]([1.0]))
     """Norms that gradients are clipped to; null: no clipping. Peers take the first."""
+    check_finite: bool = True
+    """For cases without clipping; false: updates start during backward, as with optimizer.check_finite."""
+    placement: list[Literal["auto", "cpu", "gpu"]] = field(
+        default_factory=lambda: list[Literal["auto", "cpu", "gpu"]](["auto"])
+    )
+    """What computes the update, as optimizer.placement."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which summed gradients wait for the update."""
     profile: str | None = None
     """Machine profile with the rates for the bound; null: they are measured first."""
     steps: int = 3
@@ -111,7 +120,7 @@ class TrainBenchOptions(OutputOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.clip_norm = [None] if self.clip_norm is None else self.clip_norm
-        for key in ("layers", "gpu", "clip_norm", "baseline"):
+        for key in ("layers", "gpu", "clip_norm", "placement", "baseline"):
             values = getattr(self, key)
             if values is not None and (not values or len(set(values)) < len(values)):
                 raise ConfigError(
@@ -145,7 +154,7 @@ class TrainBenchOptions(OutputOptions):
             run_dir=folder,
             model=ModelConfig(config=folder, dtype=self.dtype),
             data=DataConfig(files=["random tokens"], seq_len=self.seq_len),
-            optimizer=OptimizerConfig(schedule="constant"),
+            optimizer=OptimizerConfig(schedule="constant", grad_dtype=self.grad_dtype),
             tiers=TiersConfig(
                 dram=self.dram, nvme_dirs=nvme_dirs, activations=self.activations, profile=self.profile
             ),
@@ -260,8 +269,15 @@ class _Bench:
         options = self.options
         budgets: list[ByteSize | None] = [None] if options.gpu is None else [*options.gpu]
         settings = [
-            Setting(gpu=gpu, clip_norm=clip)
-            for gpu, clip in itertools.product(budgets, options.clip_norm or [None])
+            Setting(
+                gpu=gpu,
+                clip_norm=clip,
+                check_finite=options.check_finite or clip is not None,
+                placement=placement,
+            )
+            for gpu, clip, placement in itertools.product(
+                budgets, options.clip_norm or [None], options.placement
+            )
         ]
         with ExitStack() as stack:
             bench = stack.enter_context(TieredBench(self.config, settings, self.known, self.batch))

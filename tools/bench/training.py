@@ -226,6 +226,8 @@ def case_name(setting: Setting, settings: Sequence[Setting]) -> str:
     parts = ["tiered"]
     if len({each.clip_norm for each in settings}) > 1:
         parts.append("no clipping" if setting.clip_norm is None else f"clip {setting.clip_norm:g}")
+    if len({each.placement for each in settings}) > 1:
+        parts.append(f"update by {setting.placement}")
     if len({each.gpu for each in settings}) > 1:
         parts.append("GPU two layers" if setting.gpu is None else f"GPU {setting.gpu}")
     return ", ".join(parts)

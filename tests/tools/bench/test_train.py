@@ -218,7 +218,7 @@ def test_names_say_what_differs() -> None:
         (["--rows-per-chunk", "3"], ["rows_per_chunk is 3", "between 1 and"]),
         (["--seq-len", "1"], ["seq_len is 1"]),
         (["--device", "gpu"], ["device is 'gpu'"]),
-        (["--baseline", "deepspeed"], ['--baseline is "deepspeed"', "resident"]),
+        (["--baseline", "deepspeed"], ['--baseline is ["deepspeed"]', "resident"]),
         (["--dram", "1MiB"], ["the state needs", "1.00 MiB", "nvme_dirs"]),
         (["--gpu", "64KiB"], ["tiers.gpu is 64.00 KiB", "two layers"]),
         (["--nvme-dirs", "/absent"], ["/absent"]),
