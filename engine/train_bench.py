@@ -22,6 +22,7 @@ from tierstream.engine.bound import Bound, Rates, plan_bound
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
+from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.machine import KnownDrive
 from tierstream.engine.meta_model import materialise_buffers
 from tierstream.engine.optimizer import OptimizerConfig
@@ -173,6 +174,7 @@ class TieredBench:
         parts.callback(self.store.close)
         assemble.fill_state(config, model, units, self.layout, self.store, None, None, device)
         self.cases = [self._case(setting, plan, parts) for setting, plan in zip(settings, plans, strict=True)]
+        parts.enter_context(undisturbed())
 
     def _case(self, setting: Setting, plan: Plan, parts: ExitStack) -> TieredCase:
         """Every runtime has a model (without weights), lanes and device buffers of its own."""

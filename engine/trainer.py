@@ -4,13 +4,11 @@ parts.
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, open_rows
 from tierstream.engine.device import Device
+from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import MetricsWriter, Observer, RunDirectory, RunSummary, StepMetrics
 from tierstream.engine.plan_report import describe_plan
@@ -58,7 +57,7 @@ class Trainer:
         assemble.set_determinism(config)
         with ExitStack() as parts:
             run = _Run.open(config, self.observer, parts)
-            parts.enter_context(_spared_by_collector())
+            parts.enter_context(undisturbed())
             metrics = parts.enter_context(MetricsWriter(run.directory.metrics_path, last_step=run.step))
             while run.step < config.train.steps:
                 record = run.train_step()
@@ -271,19 +270,6 @@ class _Run:
             host_peak_bytes=memory.peak_rss_bytes(),
             gpu_peak_bytes=self.runtime.device.peak_bytes(),
         )
-
-
-@contextmanager
-def _spared_by_collector() -> Iterator[None]:
-    """The garbage collector leaves alone what exists now: the hundreds of thousands of objects of torch and
-    transformers, which it would look through in the middle of a step, for a quarter of a second.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class _RunIdentity:

@@ -62,6 +62,7 @@ class UpdateDriver:
             nbytes = device_granule_nbytes(layout, units)
             self._on_device = _DeviceWorker(store, layout, dtypes, device, nbytes)
             workers.append((Track.DEVICE_UPDATER, self._on_device))
+        self._workers = [worker for _, worker in workers]
         self._threads = [
             threading.Thread(target=self._work, args=pair, name=pair[0], daemon=True) for pair in workers
         ]
@@ -81,7 +82,7 @@ class UpdateDriver:
         return (self._on_device.bytes_up, self._on_device.bytes_down) if self._on_device else (0, 0)
 
     def begin(self, verdict: Verdict, *, unlimited: bool = False) -> None:
-        """Start the update of all units. `unlimited`: do not wait for uploads (a flush)."""
+        """Start the update of all units. `unlimited`: do not wait for uploads."""
         self.queue.decide(self._granules, verdict, ahead=None if unlimited else UNITS_AHEAD)
 
     def close(self) -> None:

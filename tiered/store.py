@@ -121,6 +121,11 @@ class Store:
             )
             self._thread.start()
 
+    @property
+    def on_drives(self) -> bool:
+        """Pages live on drives; DRAM holds some of them."""
+        return self._directory is not None
+
     # Leases
 
     def acquire(self, uses: Sequence[tuple[Page, Intent]], *, scheduled: bool = True) -> Lease:

@@ -92,6 +92,7 @@ def test_who_updates_and_when_changes_nothing(tmp_path: Path, tiers: str, early:
         assert same_bits(planes, expected[1]) == []
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_steady_step_allocates_nothing_and_waits_for_the_device_once() -> None:
     """By torch's own counts: no memory is taken from the driver, nothing is registered, no thread waits for a
     whole device, and the host reads back one tensor, after the sweep.
