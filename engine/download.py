@@ -23,10 +23,21 @@ class Downloader:
     """Takes buffers in the order of `submit`.
 
     fp32 sums whose plane is bfloat16 are rounded on the device, page by page.
+
+    Args:
+        failed: called, in another thread, with what made a download fail: its pages will not come.
     """
 
-    def __init__(self, device: Device, store: Store, layout: Layout, trace: Trace) -> None:
+    def __init__(
+        self,
+        device: Device,
+        store: Store,
+        layout: Layout,
+        trace: Trace,
+        failed: Callable[[BaseException], None],
+    ) -> None:
         self._device, self._store, self._layout, self._trace = device, store, layout, trace
+        self._report_failure = failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="downloader")
         self._credits = threading.BoundedSemaphore(IN_FLIGHT_PAGES)
         rounds = any(spec.plane == "grad" and spec.dtype == "bfloat16" for spec in layout.planes.values())
@@ -93,6 +104,7 @@ class Downloader:
             lane.when_done(done)
         except BaseException as error:
             self._failed = self._failed or error
+            self._report_failure(error)
             done()
             raise
 

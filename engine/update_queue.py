@@ -90,7 +90,7 @@ class UpdateQueue:
             self._pending.sort(key=lambda unit: unit.position)
 
     def take(self) -> tuple[Granule, Verdict] | None:
-        """The next granule, as soon as there is one; None: the queue was closed, or a worker failed."""
+        """The next granule, as soon as there is one; None: the queue was closed, or something failed."""
         with self._lock:
             while not self._closed and self._error is None:
                 for unit in self._pending:
@@ -114,7 +114,7 @@ class UpdateQueue:
             self._progress.notify_all()
 
     def failed(self, error: BaseException) -> None:
-        """A worker ends with an error: everyone who waits gets it."""
+        """A worker, or the download of a gradient, ends with an error: everyone who waits gets it."""
         with self._lock:
             self._error = self._error or error
             self._wake_all()
@@ -123,7 +123,7 @@ class UpdateQueue:
         """Block until the pending update of a granule, if any, is finished; lets updates run further ahead.
 
         Raises:
-            BaseException: what made a worker fail.
+            BaseException: what made a worker or a download fail.
         """
         state = self._units[unit]
         with self._lock:
@@ -138,15 +138,15 @@ class UpdateQueue:
         """Wait until no update is left.
 
         Raises:
-            BaseException: what made a worker fail.
+            BaseException: what made a worker or a download fail.
         """
         with self._lock:
             self._allowed = len(self._units)
             self._work.notify_all()
             self._progress.wait_for(
-                lambda: self._error
-                or self._closed
-                or not any(unit.unfinished for unit in self._units.values())
+                lambda: (
+                    self._error or self._closed or not any(unit.unfinished for unit in self._units.values())
+                )
             )
             self._raise()
 
