@@ -19,6 +19,7 @@ from tierstream.engine.activations import ActivationStash
 from tierstream.engine.device import Device
 from tierstream.engine.download import Downloader
 from tierstream.engine.gradients import GradientBuffers
+from tierstream.engine.interpreter import collect_now_and_then
 from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, unconditional
 from tierstream.engine.plan import Plan
 from tierstream.engine.sweep import Batch, Sweep
@@ -118,7 +119,9 @@ class Runtime:
         update stays pending.
         """
         with self.trace.step(self.device.compute):
-            return self._step(batch)
+            outcome = self._step(batch)
+        collect_now_and_then(outcome.verdict.update)
+        return outcome
 
     def flush(self) -> None:
         """Carry out what is left of an update now: before a checkpoint, an evaluation or an export."""
@@ -164,7 +167,8 @@ class Runtime:
             pages = [page for page, _ in self._schedule(plan, updating=pending is not None)]
         self.store.begin_step(pages, self._following)
         if pending is not None:
-            self.updates.begin(pending)
+            # Where all of the state is in DRAM, nothing updated early can be gone before its upload.
+            self.updates.begin(pending, unlimited=not self.store.on_drives)
         self.updates.queue.want_in_forward_order()
         self._unconditional = verdict
         loss = self._sweep.run(plan, batch)
