@@ -33,6 +33,9 @@ _FREE = {
     "data.vocab_size",
     "model.path",
     "model.config",
+    "optimizer.check_finite",
+    "optimizer.placement",
+    "optimizer.threads",
     "train.trace_steps",
 }
 

@@ -96,3 +96,10 @@ class RunConfig:
     tiers: TiersConfig = field(default_factory=TiersConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        if self.optimizer.placement == "gpu" and self.train.device == "cpu":
+            raise ConfigError(
+                "optimizer.placement is gpu and train.device is cpu, so there is no GPU to update on; use "
+                "optimizer.placement: auto or cpu, or train.device: cuda"
+            )

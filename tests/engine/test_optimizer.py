@@ -64,6 +64,14 @@ def test_one_value_that_is_not_finite_skips_the_step(bad: float) -> None:
     assert verdict.update == 4
 
 
+def test_updates_start_in_backward_only_where_nothing_is_clipped_or_checked() -> None:
+    assert not OptimizerConfig().updates_in_backward
+    assert not OptimizerConfig(clip_norm=None).updates_in_backward
+    assert OptimizerConfig(clip_norm=None, check_finite=False).updates_in_backward
+    with pytest.raises(ConfigError, match=r"check_finite is false and optimizer\.clip_norm is 0\.5"):
+        OptimizerConfig(clip_norm=0.5, check_finite=False)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("lr", -1.0), ("beta1", 1.0), ("eps", 0.0), ("clip_norm", 0.0), ("max_skipped_in_a_row", 0)],

@@ -39,6 +39,8 @@ OPTIONS = """\
 --optimizer.min-lr-ratio FLOAT 0.1
 --optimizer.master {split,fp32} split
 --optimizer.grad-dtype {float32,bfloat16} float32
+--optimizer.check-finite {true,false} true
+--optimizer.placement {auto,cpu,gpu} auto
 --optimizer.threads INT|null null
 --optimizer.max-skipped-in-a-row INT 5
 --tiers.gpu SIZE|null null
@@ -57,9 +59,11 @@ OPTIONS = """\
 --train.steps INT 100
 --train.rows-per-step INT 8
 --train.rows-per-chunk INT|null null
---train.loss-chunk-tokens INT 4096
+--train.loss-chunk-tokens INT|null null
 --train.seed INT 0
 --train.device TEXT cpu
+--train.kernels {plain,liger} plain
+--train.compile {true,false} false
 --train.deterministic {true,false} true
 --train.debug {true,false} false
 --train.trace-steps INT 0
@@ -137,6 +141,12 @@ def test_the_file_then_the_options_decide(run: Command, tmp_path: Path) -> None:
         ("", "--tiers.dram 8G", '--tiers.dram is "8G"; it must be a size such as 8GiB, 512MiB, 1.5GB or '
          "1048576 (bytes), or null"),
         ("", "--train.device", "--train.device takes one value, got 0"),
+        ("", "--optimizer.placement gpu", "run.yaml with the options given: optimizer.placement is gpu and "
+         "train.device is cpu, so there is no GPU to update on; use optimizer.placement: auto or cpu, or "
+         "train.device: cuda"),
+        ("", "--optimizer.check-finite false", "run.yaml with the options given: optimizer.check_finite is "
+         "false and optimizer.clip_norm is 1.0: clipping waits for the whole gradient, so the check costs "
+         "nothing; set clip_norm to null, or check_finite to true"),
         ("", "--train.steps 0", "run.yaml with the options given: train.steps is 0; it must be >= 1"),
         ("", "--model.path x", "run.yaml with the options given: give exactly one of model.path (train on "
          "from these weights) and model.config (start from random weights); got model.path='x' and "
