@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.children import FORKS
-from support.runs import dump, final_planes, make_run, records, train, train_file
+from support.command import told, use_drive
+from support.runs import dump, final_planes, make_run, records, snapshot_planes, train, train_file
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import checkpoints
+from tierstream.engine.config import RunConfig
 from tierstream.io.errors import CheckpointError, ConfigError
 from tierstream.tiered.snapshot import Snapshot
 
@@ -51,10 +53,11 @@ def test_resume_after_every_step(
     tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]], k: int
 ) -> None:
     """Alternately with the state in DRAM, on one drive with little DRAM, on two drives with other pages and
-    another policy.
+    another policy; updated by other threads.
     """
     run_dir, planes, expected = uninterrupted
     config = make_run(tmp_path, steps=STEPS)
+    config.optimizer.placement, config.optimizer.threads = "cpu", 1 + k % 2
     drives = [tmp_path / "one", tmp_path / "two"][: k % 3]
     for drive in drives:
         drive.mkdir()
@@ -134,23 +137,56 @@ def test_other_data_is_refused(uninterrupted: tuple[Path, dict, list[dict]], tmp
         train(config)
 
 
+def make_unclipped(folder: Path, *, early: bool) -> RunConfig:
+    """A run whose updates are deferred, or, to the same bits, carried out during backward; every step is
+    saved.
+    """
+    config = make_run(folder, steps=STEPS)
+    config.optimizer.clip_norm, config.optimizer.check_finite = None, not early
+    config.checkpoint.every_steps, config.checkpoint.keep = 1, STEPS
+    return config
+
+
+@pytest.mark.parametrize("drive", [False, True], ids=["dram", "nvme"])
+def test_every_checkpoint_holds_the_finished_update(tmp_path: Path, drive: bool) -> None:
+    """Also where the last updates of backward have just begun; so does an export of it."""
+    files, planes = [], []
+    for early in (False, True):
+        config = make_unclipped(tmp_path / str(early), early=early)
+        if drive and early:
+            use_drive(config, tmp_path / "drive")
+        train(config)
+        found = checkpoints(Path(config.run_dir) / "checkpoints")
+        assert [step for step, _ in found] == list(range(1, STEPS + 1))
+        planes.append([snapshot_planes(Snapshot.open(path)) for _, path in found])
+        exported = tmp_path / f"exported-{early}"
+        assert told(["export", str(found[2][1]), str(exported)])[0] == 0
+        files.append((exported / "model.safetensors").read_bytes())
+    assert all(same(deferred, early) for deferred, early in zip(*planes, strict=True))
+    assert files[0] == files[1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kill_at_twenty_random_instants(tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]]) -> None:
+@pytest.mark.parametrize(("instants", "early"), [(20, False), (6, True)], ids=["deferred", "in-backward"])
+def test_kill_at_random_instants(
+    tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]], instants: int, early: bool
+) -> None:
     """Training and checkpointing are killed again and again; every resume starts from a complete checkpoint,
     none is lost.
     """
     _, planes, expected = uninterrupted
-    config = make_run(tmp_path, steps=STEPS)
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    config.tiers.nvme_dirs, config.tiers.page = [str(drive)], ByteSize(4096)
-    config.tiers.dram = ByteSize(24 * 4096)
-    config.checkpoint.every_steps, config.checkpoint.resume = 1, "auto"
+    config = make_run(tmp_path / "killed", steps=STEPS)
+    if early:
+        whole, config = make_unclipped(tmp_path, early=False), make_unclipped(tmp_path / "killed", early=True)
+        train(whole)
+        planes, expected = final_planes(whole), records(whole)
+    use_drive(config, tmp_path / "drive")
+    config.checkpoint.every_steps, config.checkpoint.keep, config.checkpoint.resume = 1, 2, "auto"
     path = dump(config, tmp_path / "killed.json")
     chance = random.Random(4)
     kills = 0
-    while kills < 20:
+    while kills < instants:
         process = FORKS.Process(target=train_file, args=(str(path),))
         begin = time.time()
         process.start()

@@ -153,6 +153,42 @@ def test_nothing_is_lost_when_skips_end_a_run(
 
 
 @pytest.mark.parametrize("drive", [False, True], ids=["dram", "nvme"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_that_was_applied_unchecked_ends_the_run_and_spoils_no_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+    drive: bool,
+) -> None:
+    """In backward nothing is skipped: the run ends, and goes on from its last checkpoint as the message
+    says.
+    """
+    config = make(tmp_path / "run", 6, drive=drive)
+    config.optimizer.clip_norm, config.optimizer.check_finite = None, False
+    config.checkpoint.every_steps = 2
+    command, kept = Command(capsys, tmp_path), Path(config.run_dir) / "checkpoints"
+    with monkeypatch.context() as patch:
+        spoil_gradients(patch, value, {4}, unit="layers.1")
+        said = [
+            "gradient of update 4 is not finite",
+            "check_finite is false",
+            "resume from its last checkpoint",
+        ]
+        command.refused_train(config, said, status=3)
+    assert [path.name for path in kept.iterdir()] == ["step-00000002"]
+    assert [m["step"] for m in records(config)] == [1, 2, 3]
+    assert not (Path(config.run_dir) / "result.json").exists()
+    config.checkpoint.resume, config.optimizer.check_finite = "auto", True
+    assert command.train(config)[::2] == (0, "")
+    sound = make(tmp_path / "sound", 6)
+    sound.optimizer.clip_norm = None
+    train(sound)
+    assert learnt(records(config)) == learnt(records(sound))
+    assert same(final_planes(config), final_planes(sound))
+
+
+@pytest.mark.parametrize("drive", [False, True], ids=["dram", "nvme"])
 def test_a_step_without_a_trained_token_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: bool
 ) -> None:
