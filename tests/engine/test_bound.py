@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstream.engine.bound import Rates, drive_traffic, step_bound
+from tierstream.engine.bound import Bound, Rates, drive_traffic, step_bound
 from tierstream.tiered.layout import Page
 from tierstream.tiered.store import Intent
 
@@ -70,3 +71,40 @@ def test_the_bound_is_the_slowest_resource_and_reads_overlap_writes() -> None:
     )
     assert bound.seconds == {"compute": 1.0, "update": 0.1, "upload": 1.0, "nvme": 1.0 + 1.0}
     assert (bound.resource, bound.step_s) == ("nvme", 2.0)
+
+
+def updated_by(update_s: float, upload_s: float, through_device_s: float, *, cpu: bool, gpu: bool) -> Bound:
+    """The bound of a step whose update takes `update_s` on the CPU alone, or `through_device_s` of the link,
+    which needs `upload_s` for the weights.
+    """
+    rates = Rates(flop_per_s=1e12, upload=1e9, update_parameters_per_s=1e9)
+    return step_bound(
+        rates, flop=0, upload_bytes=round(upload_s * 1e9), parameters=round(update_s * 1e9), read_bytes=0,
+        written_bytes=0, device_update_bytes=round(through_device_s * 1e9) if gpu else 0, cpu_updates=cpu,
+    )  # fmt: skip
+
+
+def test_cpu_and_link_share_the_update_until_both_are_busy_equally_long() -> None:
+    """By hand: 1 s on the CPU, 0.25 s more on a link that is busy for 0.2 s: the device takes 64 %."""
+    both = updated_by(1.0, 0.2, 0.25, cpu=True, gpu=True)
+    assert both.seconds == pytest.approx({"compute": 0.0, "upload": 0.36, "update": 0.36})
+    assert updated_by(1.0, 0.2, 0.25, cpu=True, gpu=False).seconds == pytest.approx(
+        {"compute": 0.0, "upload": 0.2, "update": 1.0}
+    )
+    assert updated_by(1.0, 0.2, 0.25, cpu=False, gpu=True).seconds == pytest.approx(
+        {"compute": 0.0, "upload": 0.45, "update": 0.0}
+    )
+
+
+@given(*[st.floats(0.001, 10.0)] * 3)
+def test_sharing_the_update_is_never_slower_and_no_split_is_faster(
+    update_s: float, upload_s: float, through_device_s: float
+) -> None:
+    """Moving a little from one to the other makes one of the two take longer."""
+    both = updated_by(update_s, upload_s, through_device_s, cpu=True, gpu=True)
+    splits = [
+        max((1 - share) * update_s, upload_s + share * through_device_s)
+        for share in (step / 1000 for step in range(1001))
+    ]
+    assert both.step_s <= min(splits) * (1 + 1e-6)
+    assert both.step_s >= min(splits) - 0.002 * (update_s + through_device_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,20 @@ def test_an_update_is_adamw_of_each_tensor_with_its_own_decay(
                 threads=1,
             )  # fmt: skip
     assert same_bits(found, expected) == []
+
+
+@PLACEMENTS
+def test_every_flush_in_backward_finishes_the_update_of_its_step(
+    monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    """What a checkpoint would hold, step by step: the planes of the deferred update on the CPU."""
+    planes = []
+    setup = setup_of(placement, monkeypatch, early=True).but(faults_seed=4)
+    for each in (setup.but(optimizer=replace(setup.optimizer, check_finite=True, placement="cpu")), setup):
+        with rig(each) as run:
+            planes.append([(run.train([batch]), run.planes())[1] for batch in batches(3)])
+    for deferred, early in zip(*planes, strict=True):
+        assert same_bits(deferred, early) == []
 
 
 def keep_gradients(run: Rig) -> dict[str, np.ndarray]:
