@@ -284,12 +284,15 @@ def build_runtime(
         total_updates=config.train.steps,
         applied_updates=applied,
         threads=update_threads(config),
+        compiled=config.train.compile,
         trace=trace,
     )
 
 
 def update_threads(config: RunConfig) -> int:
-    return config.optimizer.threads or torch.get_num_threads()
+    """Those asked for, or torch's, less a few that move pages and launch layers."""
+    cores = torch.get_num_threads()
+    return config.optimizer.threads or cores - cores // 5
 
 
 def set_determinism(config: RunConfig) -> None:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, Page, Unit, round_up
 from tierstream.tiered.store import Intent
 
-#: Granules on their way through the GPU at once: one up, one down, one computed.
-DEVICE_GRANULES = 3
+#: Granules on their way through the GPU at once: one up, one down. Weights wait behind their copies.
+DEVICE_GRANULES = 2
 
 
 @dataclass(frozen=True, slots=True)

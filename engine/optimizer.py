@@ -52,7 +52,7 @@ class OptimizerConfig:
     """What computes the update: the CPU, the GPU (the planes pass through it), or both, page by page,
     whichever is free. All give the same bits."""
     threads: int | None = None
-    """CPU threads of the update; null: as many as torch uses."""
+    """CPU threads of the update; null: four fifths of those that torch uses."""
     max_skipped_in_a_row: int = 5
     """The run stops after this many consecutive steps with a non-finite gradient."""
 

@@ -62,7 +62,7 @@ class Runtime:
 
     Args:
         model: built by transformers, parameters on `meta`, buffers on the device; its forwards are replaced.
-        rows_per_chunk, loss_chunk_tokens: see `Sweep`.
+        rows_per_chunk, loss_chunk_tokens, compiled: see `Sweep`.
         total_updates: length of the learning-rate schedule. applied_updates: updates already in the planes.
         threads: CPU threads of the optimizer's kernel.
         trace: is told what lanes and threads do; given by those who want it recorded.
@@ -83,6 +83,7 @@ class Runtime:
         total_updates: int,
         applied_updates: int = 0,
         threads: int = 1,
+        compiled: bool = False,
         trace: Trace | None = None,
     ) -> None:
         self.units, self.layout, self.store, self.device = units, layout, store, device
@@ -102,7 +103,7 @@ class Runtime:
         )
         self._sweep = Sweep(
             model, units, device, self.uploader, self._gradients, self._stash, trace,
-            rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
+            rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens, compiled=compiled,
         )  # fmt: skip
         self._uploads = self._sweep.uploads(self.updates.queue.wait)
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)

@@ -25,6 +25,7 @@ from tierstream.engine.binding import Binding
 from tierstream.engine.device import Device
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.head import Head
+from tierstream.engine.recompute import last_projection, without_output
 from tierstream.engine.trace import Trace, Track
 from tierstream.engine.units import ModelUnits, activation_unit
 from tierstream.engine.upload import StepPlan, Upload, Uploader
@@ -119,6 +120,7 @@ class Sweep:
         model: built by transformers, parameters on `meta`, buffers on the device.
         rows_per_chunk: rows that run through a layer at once.
         loss_chunk_tokens: tokens whose logits exist at once.
+        compiled: the layers' forwards are compiled as a whole.
     """
 
     def __init__(
@@ -133,7 +135,9 @@ class Sweep:
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
+        compiled: bool = False,
     ) -> None:
+        self._compiled, self._unneeded = compiled, dict[int, nn.Linear | None]()
         self._units, self._device, self._uploader = units, device, uploader
         self._gradients, self._stash, self._trace = gradients, stash, trace
         self._rows_per_chunk = rows_per_chunk
@@ -233,7 +237,7 @@ class Sweep:
 
         def chunk_backward(rows: slice) -> torch.Tensor:
             part = hidden[rows].detach().requires_grad_()
-            out = call.run(part, rows)
+            out = self._recompute(call, part, rows)
             grad_part, *grads = torch.autograd.grad(out, [part, *leaves], grad_out[rows], allow_unused=True)
             total.add(grads)
             return grad_part
@@ -250,6 +254,17 @@ class Sweep:
             self._uploader.release(self._use["activation", call.layer])
         self._gradients.close(binding.unit)
         return grad_in
+
+    def _recompute(self, call: LayerCall, part: torch.Tensor, rows: slice) -> torch.Tensor:
+        """The layer's output with its graph; what no gradient needs is left out once it is known."""
+        if self._compiled:
+            return call.run(part, rows)
+        if call.layer not in self._unneeded:
+            layer = self._decoder.layers[call.layer]
+            out, self._unneeded[call.layer] = last_projection(layer, lambda: call.run(part, rows))
+            return out
+        with without_output(self._unneeded[call.layer]):
+            return call.run(part, rows)
 
     def embedding_forward(self, ids: torch.Tensor) -> torch.Tensor:
         use = self._use["embed", 0]
