@@ -192,8 +192,8 @@ def test_a_drive_filled_from_outside_stops_the_run_cleanly(
 def test_a_drive_of_state_filled_from_outside_lets_the_run_end(
     command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]]
 ) -> None:
-    """C27: at step 3. The files of the state, and those that steps 1 and 2 have spilled to, have their
-    space.
+    """C27: at step 3. The files of the state have their space. Which pages of a step spill is a matter of
+    timing, so room is left for all of its gradients and activations, a third of the state.
     """
     config = make(tmp_path)
     with small_drive(tmp_path, 24 << 20) as drive:
@@ -202,7 +202,7 @@ def test_a_drive_of_state_filled_from_outside_lets_the_run_end(
         faults = FaultySyscalls(
             once(
                 lambda call: call.name == "rename" and call.path.endswith("checkpoints/step-00000002"),
-                lambda: filled.append(fill(drive)),
+                lambda: filled.append(fill(drive, leave_bytes=500 << 10)),
             )
         )
         with seam.injected(faults):
