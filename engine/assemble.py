@@ -284,7 +284,6 @@ def build_runtime(
         total_updates=config.train.steps,
         applied_updates=applied,
         threads=update_threads(config),
-        compiled=config.train.compile,
         trace=trace,
     )
 

@@ -136,15 +136,16 @@ def plan_bound(
         on_drives: the state lies on drives; else DRAM holds all of it.
     """
     reads, writes = drive_traffic(schedule, plan.dram_bytes // plan.page_bytes) if on_drives else (0, 0)
+    streamed = [spec for spec in layout.planes.values() if spec.unit not in plan.device.resident]
     return step_bound(
         rates,
         flop=plan.flop_per_step,
-        upload_bytes=sum(spec.nbytes for spec in layout.planes.values() if spec.plane == "weight"),
-        parameters=plan.parameters,
+        upload_bytes=sum(spec.nbytes for spec in streamed if spec.plane == "weight"),
+        parameters=sum(spec.numel for spec in streamed if spec.plane == "weight"),
         read_bytes=reads * plan.page_bytes,
         written_bytes=writes * plan.page_bytes,
         device_update_bytes=(
-            sum(spec.nbytes for spec in layout.planes.values() if spec.plane != "activation")
+            sum(spec.nbytes for spec in streamed if spec.plane != "activation")
             if plan.gpu_updates
             else 0
         ),

@@ -192,11 +192,11 @@ class CudaLane:
     def _watch(self) -> None:
         while (watched := self._watched.get()) is not None:
             event, callback = watched
-            try:
-                event.synchronize()
-                callback()
-            except BaseException as error:
-                self._failure = error
+            for finish in (event.synchronize, callback):  # others wait for the callback, after an error too
+                try:
+                    finish()
+                except BaseException as error:
+                    self._failure = self._failure or error
 
     def close(self) -> None:
         self._watched.put(None)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tierstream import _native
+from tierstream.engine.optimizer import AdamW
 
 _THREADS = 256
 #: Fixed, so that the order of the additions is.
@@ -24,18 +25,6 @@ _ADAMW_BLOCKS = 4096
 #: Kernels count in 32 bits.
 _ELEMENTS_PER_CALL = 1 << 30
 SOURCE = Path(__file__).with_name("device_kernels.cu")
-
-
-class AdamW(TypedDict):
-    """One step's settings; see `tierstream._native.adamw_split`."""
-
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_scale: float
 
 
 class Kernels(Protocol):

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from tierstream.engine.device import Device, Event
+from tierstream.engine.device_memory import IN_FLIGHT_PAGES
 from tierstream.engine.trace import Trace, Track
-from tierstream.engine.upload import IN_FLIGHT_PAGES
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.lease import Lease
 from tierstream.tiered.store import Intent, Store

@@ -8,7 +8,7 @@ finite check), and the download lane writes the pages, rounded to the storage dt
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -56,6 +56,7 @@ class GradientBuffers:
         units: all that have gradients.
         group_of: unit name -> group.
         groups: group -> (count, elements of one buffer).
+        resident: units whose gradients stay on the device, until `free`.
         stored: called, in another thread, for every page of a gradient that is in DRAM.
         closed: called for every unit whose gradient is complete on the device.
     """
@@ -70,8 +71,10 @@ class GradientBuffers:
         trace: Trace,
         *,
         stored: Callable[[Page], None],
-        closed: Callable[[str], None],
+        closed: Callable[[Unit], None],
+        resident: Collection[str] = (),
     ) -> None:
+        self._resident, self._held = resident, dict[str, tuple[GradientSum, torch.Tensor]]()
         self._device, self._downloader, self._trace = device, downloader, trace
         self._group_of, self._stored, self._closed = group_of, stored, closed
         self._free: dict[str, list[tuple[torch.Tensor, Event | None]]] = {
@@ -102,6 +105,10 @@ class GradientBuffers:
         total.views()
         index = self._index[unit.name]
         self._device.kernels.sum_squares(total.flat, self._squares[index : index + 1])
+        if unit.name in self._resident:
+            self._held[unit.name] = total, flat
+            self._closed(unit)
+            return
 
         def done() -> None:
             poisoned = self._device.poison(flat, self._device.download)
@@ -112,9 +119,20 @@ class GradientBuffers:
 
         with self._state:
             self._outstanding += 1
-        self._closed(unit.name)
+        self._closed(unit)
         ready = self._device.compute.record()
         self._downloader.submit(unit.name, "grad", total.flat, ready, done, self._stored)
+
+    def held(self, unit: Unit) -> torch.Tensor:
+        """The complete gradient, fp32 and flat, of a unit that stays on the device."""
+        return self._held[unit.name][0].flat
+
+    def free(self, unit: Unit) -> None:
+        """The compute lane has been given all that reads the gradient of a unit that stays on the device."""
+        _, flat = self._held.pop(unit.name)
+        poisoned = self._device.poison(flat, self._device.compute)
+        with self._state:
+            self._free[self._group_of[unit.name]].append((flat, poisoned))
 
     def loss_and_sums_of_squares(self, loss: torch.Tensor) -> tuple[float, list[float]]:
         """The step's loss (0-dim fp64) and the sums of squares of the units' gradients, in their order.

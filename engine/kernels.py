@@ -144,6 +144,7 @@ def compile_layers(model: Any, *, deterministic: bool) -> None:
 
     for layer in model.get_decoder().layers:
         layer.forward = functools.partial(forward, layer)
+        layer.compiled_whole = True
 
 
 def _layer_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypedDict
 
 from tierstream.io.errors import ConfigError
 
@@ -120,6 +120,27 @@ class Verdict:
     @property
     def skipped(self) -> bool:
         return not math.isfinite(self.grad_norm)
+
+
+class AdamW(TypedDict):
+    """Settings of one call of the kernel; see `tierstream._native.adamw_split`."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float
+
+
+def adamw_settings(config: OptimizerConfig, verdict: Verdict, *, decay: bool) -> AdamW:
+    """Of a verdict, for elements with weight decay or without."""
+    return {
+        "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2,
+        "eps": config.eps, "weight_decay": config.weight_decay if decay else 0.0,
+        "grad_scale": verdict.clip_factor,
+    }  # fmt: skip
 
 
 def judge(

@@ -5,12 +5,12 @@ What can be known to be impossible is refused here, with the numbers and the rem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.device_memory import IN_FLIGHT_PAGES, DeviceMemory, divide
 from tierstream.engine.granules import DEVICE_GRANULES, device_granule_nbytes
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
@@ -39,8 +39,9 @@ class TiersConfig:
     """Byte budgets of the three tiers and how they are used."""
 
     gpu: ByteSize | None = None
-    """Device memory for streamed weights, gradient sums, staged activations and pages under update (without
-    the work space of kernels); null: two layers. A larger budget keeps more layers on the device."""
+    """Device memory for streamed weights, gradient sums, staged activations and pages that pass through
+    (without the work space of kernels); null: two layers. In a larger budget the first units stay on the device with
+    all of their state, as many as fit: nothing of them moves."""
     dram: ByteSize | None = None
     """Host memory that caches the model's state; null: all of the state, or 70 % of what is free."""
     nvme_dirs: list[str] | None = None
@@ -107,15 +108,16 @@ class Plan:
     step_local_bytes: int
     prefetch_bytes: int
     writeback_bytes: int
-    gpu_bytes: int
-    layer_slots: int
+    device: DeviceMemory
     boundary_nbytes: int | None
-    slot_groups: Mapping[str, tuple[int, int]]
-    gradient_groups: Mapping[str, tuple[int, int]]
-    group_of: Mapping[str, str]
     flop_per_step: float
     cpu_updates: bool
     gpu_updates: bool
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Persistent buffers on the device."""
+        return self.device.nbytes
 
     @property
     def nvme_bytes(self) -> int:
@@ -139,47 +141,6 @@ def choose_page_bytes(layer_weight_nbytes: int, state_bytes: int, config: TiersC
         largest = min(largest, config.dram // _FRAMES_WANTED)
     pieces = max(1, -(-layer_weight_nbytes // max(largest, PAGE_ALIGN_BYTES)))
     return round_up(-(-layer_weight_nbytes // pieces), PAGE_ALIGN_BYTES)
-
-
-def device_groups(
-    units: ModelUnits,
-    item_bytes: int,
-    boundary_nbytes: int | None,
-    update_nbytes: int,
-    gpu_budget: int | None,
-) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], dict[str, str], int]:
-    """Device buffers: slots for uploads, fp32 gradient sums, the group of each unit, and their bytes in all.
-
-    Args:
-        boundary_nbytes: of a staged activation; None: none is staged. update_nbytes: for pages under update.
-
-    Raises:
-        BudgetError: `gpu_budget` holds less than two layers beside the ends.
-    """
-    ends = {unit.name: unit for unit in (units.embed, units.head)}
-    layer_numel = max(unit.numel for unit in units.layers)
-    layer_nbytes = layer_numel * item_bytes
-    layers = len(units.layers)
-    sums = {"layers": (min(2, layers), layer_numel)} | {name: (1, unit.numel) for name, unit in ends.items()}
-    slots = {name: (1, unit.numel * item_bytes) for name, unit in ends.items()}
-    if boundary_nbytes is not None:
-        slots["activations"] = (min(2, layers), boundary_nbytes)
-    fixed = update_nbytes + sum(count * nbytes for count, nbytes in slots.values())
-    fixed += sum(4 * count * n for count, n in sums.values())
-    count = min(2, layers)
-    if gpu_budget is not None:
-        count = min(layers, (gpu_budget - fixed) // layer_nbytes)
-        if count < min(2, layers):
-            least = fixed + min(2, layers) * layer_nbytes
-            raise BudgetError(
-                f"tiers.gpu is {format_bytes(gpu_budget)}, but two layers of {format_bytes(layer_nbytes)} "
-                f"beside embedding, head, gradient sums, staged activations and pages under update "
-                f"({format_bytes(fixed)}) need "
-                f"{format_bytes(least)}; raise tiers.gpu, or lower train.rows_per_step"
-            )
-    slots["layers"] = (count, layer_nbytes)
-    group_of = {name: name for name in ends} | {unit.name: "layers" for unit in units.layers}
-    return slots, sums, group_of, fixed + count * layer_nbytes
 
 
 def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_bytes_in_host: int) -> int:
@@ -259,9 +220,11 @@ def make_plan(
     state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
     layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers))
     on_device = optimizer.updates_on_device(device_in_host=device_in_host)
-    updates = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
-    slots, sums, group_of, gpu_bytes = device_groups(units, item_bytes, boundary, updates, tiers.gpu)
-    dram = size_dram(tiers, layout, available_bytes, gpu_bytes if device_in_host else 0)
+    passing = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
+    passing += IN_FLIGHT_PAGES * layout.page_bytes if optimizer.grad_dtype == "bfloat16" else 0
+    memory = divide(units, layout, boundary_nbytes=boundary, passing_nbytes=passing, budget=tiers.gpu)
+    layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident)
+    dram = size_dram(tiers, layout, available_bytes, memory.nbytes if device_in_host else 0)
     plan = Plan(
         parameters=units.numel,
         tokens_per_step=rows * seq_len,
@@ -271,12 +234,8 @@ def make_plan(
         step_local_bytes=layout.nbytes(durable=False),
         prefetch_bytes=int(dram // 4 if tiers.prefetch is None else tiers.prefetch),
         writeback_bytes=int(dram // 8 if tiers.writeback is None else tiers.writeback),
-        gpu_bytes=gpu_bytes,
-        layer_slots=slots["layers"][0],
+        device=memory,
         boundary_nbytes=boundary,
-        slot_groups=slots,
-        gradient_groups=sums,
-        group_of=group_of,
         flop_per_step=step_flop(units, rows * seq_len),
         cpu_updates=optimizer.placement != "gpu",
         gpu_updates=on_device,

@@ -44,7 +44,7 @@ def describe_plan(
     tiers = [
         TierPlan(
             tier="gpu",
-            holds=f"{plan.layer_slots} of {len(units.layers)} layers, ends, gradient sums",
+            holds=_on_device(plan, units),
             used_bytes=plan.gpu_bytes,
             limit_bytes=config.tiers.gpu,
         ),
@@ -69,6 +69,12 @@ def describe_plan(
         drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
         written_bytes_per_step=bound.nvme_written_bytes,
     )
+
+
+def _on_device(plan: Plan, units: ModelUnits) -> str:
+    streamed = f"{plan.device.layer_slots} of {len(units.layers)} layers, ends, gradient sums"
+    resident = plan.device.resident
+    return f"{streamed}; all state of {len(resident)} units" if resident else streamed
 
 
 def _drive_plan(drive: KnownDrive, tier: assemble.Drives) -> DrivePlan:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tierstream.engine.activations import ActivationStash
 from tierstream.engine.device import Device
+from tierstream.engine.device_state import DeviceState
 from tierstream.engine.download import Downloader
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.interpreter import collect_now_and_then
@@ -62,7 +63,7 @@ class Runtime:
 
     Args:
         model: built by transformers, parameters on `meta`, buffers on the device; its forwards are replaced.
-        rows_per_chunk, loss_chunk_tokens, compiled: see `Sweep`.
+        rows_per_chunk, loss_chunk_tokens: see `Sweep`.
         total_updates: length of the learning-rate schedule. applied_updates: updates already in the planes.
         threads: CPU threads of the optimizer's kernel.
         trace: is told what lanes and threads do; given by those who want it recorded.
@@ -83,7 +84,6 @@ class Runtime:
         total_updates: int,
         applied_updates: int = 0,
         threads: int = 1,
-        compiled: bool = False,
         trace: Trace | None = None,
     ) -> None:
         self.units, self.layout, self.store, self.device = units, layout, store, device
@@ -91,21 +91,26 @@ class Runtime:
         self.applied_updates = applied_updates
         self._config, self._total_updates = config, total_updates
         self._order: Sequence[Unit] = units.in_forward_order
-        self.updates = UpdateDriver(store, layout, self._order, device, config, threads, trace)
+        memory = plan.device
+        self._resident = [unit for unit in self._order if unit.name in memory.resident]
+        streamed = [unit for unit in self._order if unit.name not in memory.resident]
+        self.updates = UpdateDriver(store, layout, streamed, device, config, threads, trace)
         self.downloader = Downloader(device, store, layout, trace, self.updates.queue.failed)
-        self.uploader = Uploader(device, store, layout, plan.slot_groups, trace)
+        self.uploader = Uploader(device, store, layout, memory.slots, trace, memory.resident)
         self._gradients = GradientBuffers(
-            device, self.downloader, self._order, plan.group_of, plan.gradient_groups, trace,
-            stored=self.updates.queue.stored, closed=self._update_now,
+            device, self.downloader, self._order, memory.group_of, memory.sums, trace,
+            stored=self.updates.queue.stored, closed=self._update_now, resident=memory.resident,
         )  # fmt: skip
+        weights = {unit.name: self.uploader.buffer(unit.name) for unit in self._resident}
+        self._state = DeviceState(device, store, layout, self._resident, weights, config, trace)
         self._stash = ActivationStash(
             device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
         self._sweep = Sweep(
             model, units, device, self.uploader, self._gradients, self._stash, trace,
-            rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens, compiled=compiled,
+            rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
         )  # fmt: skip
-        self._uploads = self._sweep.uploads(self.updates.queue.wait)
+        self._uploads = self._sweep.uploads(self.updates.queue.wait, memory.group_of)
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)
         self.steady_schedule = self._schedule(self._steady_plan, updating=not config.updates_in_backward)
         self._following = [page for page, _ in self.steady_schedule]
@@ -131,7 +136,13 @@ class Runtime:
             pages = [page for unit in self._order for page, _ in self.updates.uses(unit)]
             self.store.begin_step(pages, self._following)
             self.updates.begin(pending, unlimited=True)
+            self._update_resident(pending)
         self.updates.queue.finish()
+        self._state.save()
+
+    def planes_changed(self) -> None:
+        """Someone else has written planes of the store since the last `flush`."""
+        self._state.invalidate()
 
     def traffic(self) -> Traffic:
         """What has moved so far. `gpu` counts copies both ways, `dram` page uses, `nvme` I/O."""
@@ -166,10 +177,12 @@ class Runtime:
         else:
             plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
             pages = [page for page, _ in self._schedule(plan, updating=pending is not None)]
+        self._state.load()
         self.store.begin_step(pages, self._following)
         if pending is not None:
             # Where all of the state is in DRAM, nothing updated early can be gone before its upload.
             self.updates.begin(pending, unlimited=not self.store.on_drives)
+            self._update_resident(pending)
         self.updates.queue.want_in_forward_order()
         self._unconditional = verdict
         loss = self._sweep.run(plan, batch)
@@ -189,6 +202,8 @@ class Runtime:
         elif verdict.skipped:
             self._gradients.wait_stored()
             self.store.discard(self.updates.grad_pages())
+            for unit in self._resident:
+                self._gradients.free(unit)
             self.updates.queue.forget()
             self._device_is_stale = False
             return verdict
@@ -198,10 +213,23 @@ class Runtime:
         self.applied_updates += 1
         return verdict
 
-    def _update_now(self, unit: str) -> None:
+    def _update_now(self, unit: Unit) -> None:
         """The gradient of a unit is complete on the device."""
-        if self._config.updates_in_backward and self._unconditional is not None:
-            self.updates.queue.decide([unit], self._unconditional)
+        if not self._config.updates_in_backward or self._unconditional is None:
+            return
+        if unit in self._resident:
+            self._update_on_device(unit, self._unconditional)
+        else:
+            self.updates.queue.decide([unit.name], self._unconditional)
+
+    def _update_resident(self, verdict: Verdict) -> None:
+        """Enqueued ahead of their forward; streamed units are updated meanwhile."""
+        for unit in self._resident:
+            self._update_on_device(unit, verdict)
+
+    def _update_on_device(self, unit: Unit, verdict: Verdict) -> None:
+        self._state.update(unit, self._gradients.held(unit), verdict)
+        self._gradients.free(unit)
 
     def _schedule(self, plan: StepPlan, *, updating: bool) -> list[tuple[Page, Intent]]:
         """Every page use of a step, in the order in which it is expected.
@@ -216,6 +244,8 @@ class Runtime:
             uses.extend((page, intent) for page in pages)
 
         def add_gradient(unit: Unit) -> None:
+            if unit in self._resident:
+                return
             add(self.layout.pages(unit.name, "grad"), Intent.OVERWRITE)
             if self._config.updates_in_backward:
                 uses.extend(self.updates.uses(unit))

@@ -10,7 +10,7 @@ the number of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tierstream.engine.activations import ActivationStash
 from tierstream.engine.binding import Binding
 from tierstream.engine.device import Device
+from tierstream.engine.device_memory import ACTIVATION_GROUP
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.head import Head
 from tierstream.engine.recompute import last_projection, without_output
@@ -31,9 +32,6 @@ from tierstream.engine.units import ModelUnits, activation_unit
 from tierstream.engine.upload import StepPlan, Upload, Uploader
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import Unit
-
-#: Slot groups: layers share double buffers; the ends have a buffer each.
-LAYER_GROUP, ACTIVATION_GROUP = "layers", "activations"
 
 
 class LayerCall:
@@ -120,7 +118,6 @@ class Sweep:
         model: built by transformers, parameters on `meta`, buffers on the device.
         rows_per_chunk: rows that run through a layer at once.
         loss_chunk_tokens: tokens whose logits exist at once.
-        compiled: the layers' forwards are compiled as a whole.
     """
 
     def __init__(
@@ -135,9 +132,8 @@ class Sweep:
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
-        compiled: bool = False,
     ) -> None:
-        self._compiled, self._unneeded = compiled, dict[int, nn.Linear | None]()
+        self._unneeded: dict[int, nn.Linear | None] = {}
         self._units, self._device, self._uploader = units, device, uploader
         self._gradients, self._stash, self._trace = gradients, stash, trace
         self._rows_per_chunk = rows_per_chunk
@@ -166,10 +162,11 @@ class Sweep:
             uses.append(("backward", i))
         return uses
 
-    def uploads(self, gate: Callable[[str, int], None]) -> list[Upload]:
+    def uploads(self, gate: Callable[[str, int], None], group_of: Mapping[str, str]) -> list[Upload]:
         """What a step uploads, one entry for each of `uses`.
 
         Args:
+            group_of: unit -> group of the slots that its weights go to.
             gate: blocks until the pending update of a page of the unit's weights has been applied.
         """
 
@@ -183,7 +180,7 @@ class Sweep:
                 )
             end = {"embed": self._units.embed, "head": self._units.head}.get(kind)
             unit = end or self._units.layers[index]
-            return Upload(unit.name, "weight", unit.name if end else LAYER_GROUP, partial(gate, unit.name))
+            return Upload(unit.name, "weight", group_of[unit.name], partial(gate, unit.name))
 
         return [upload(*use) for use in self.uses]
 
@@ -257,10 +254,10 @@ class Sweep:
 
     def _recompute(self, call: LayerCall, part: torch.Tensor, rows: slice) -> torch.Tensor:
         """The layer's output with its graph; what no gradient needs is left out once it is known."""
-        if self._compiled:
+        layer = self._decoder.layers[call.layer]
+        if getattr(layer, "compiled_whole", False):  # see kernels.compile_layers
             return call.run(part, rows)
         if call.layer not in self._unneeded:
-            layer = self._decoder.layers[call.layer]
             out, self._unneeded[call.layer] = last_projection(layer, lambda: call.run(part, rows))
             return out
         with without_output(self._unneeded[call.layer]):

@@ -249,6 +249,7 @@ class TieredBench:
         if self._last is not None and self._last is not case:
             self._last.runtime.flush()
             case.runtime.applied_updates = self._last.runtime.applied_updates
+            case.runtime.planes_changed()
         self._last = case
         outcome = case.runtime.step(self._batch)
         self.history.append((case.setting, outcome.loss))

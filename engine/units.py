@@ -7,7 +7,7 @@ outside is the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,15 +111,25 @@ def activation_unit(index: int) -> str:
 
 
 def build_layout(
-    units: ModelUnits, *, page_bytes: int, master: str, grad_dtype: str, boundary_nbytes: int | None
+    units: ModelUnits,
+    *,
+    page_bytes: int,
+    master: str,
+    grad_dtype: str,
+    boundary_nbytes: int | None,
+    resident: Collection[str] = (),
 ) -> Layout:
-    """Layout of a run. `boundary_nbytes`: bytes of one layer-boundary activation of the step, None if they
-    stay on the GPU.
+    """Layout of a run.
+
+    Args:
+        boundary_nbytes: bytes of one layer-boundary activation of the step, None if they stay on the GPU.
+        resident: units that stay on the GPU, whose gradients need no plane.
     """
     planes = {
         (spec.unit, spec.plane): spec
         for unit in units.in_forward_order
         for spec in state_planes(unit, master=master, grad_dtype=grad_dtype)
+        if spec.durable or unit.name not in resident
     }
     if boundary_nbytes is not None:
         for index in range(len(units.layers)):

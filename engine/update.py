@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 
 from tierstream.engine.device import Device, Lane
-from tierstream.engine.device_kernels import NUMPY_DTYPES, TORCH_DTYPES, AdamW, cpu_adamw
+from tierstream.engine.device_kernels import NUMPY_DTYPES, TORCH_DTYPES, cpu_adamw
 from tierstream.engine.granules import DEVICE_GRANULES, Granule, device_granule_nbytes, granules
-from tierstream.engine.optimizer import OptimizerConfig, Verdict
+from tierstream.engine.optimizer import AdamW, OptimizerConfig, Verdict, adamw_settings
 from tierstream.engine.trace import Trace, Track
 from tierstream.engine.update_queue import UNITS_AHEAD, UpdateQueue
 from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout, Page, Unit, round_up
@@ -31,7 +31,7 @@ class UpdateDriver:
     """Threads that update granules; see `UpdateQueue` for their order.
 
     Args:
-        units: in forward order.
+        units: those whose state is in the store, in forward order.
         threads: CPU threads of the kernel.
     """
 
@@ -55,10 +55,10 @@ class UpdateDriver:
         }
         self._on_device: _DeviceWorker | None = None
         workers: list[tuple[Track, _Worker]] = []
-        if config.placement != "gpu":
+        if units and config.placement != "gpu":
             worker = _CpuWorker(store, dtypes, threads)
             workers += [(track, worker) for track in _CPU_WORKERS]
-        if config.updates_on_device(device_in_host=not device.is_cuda):
+        if units and config.updates_on_device(device_in_host=not device.is_cuda):
             nbytes = device_granule_nbytes(layout, units)
             self._on_device = _DeviceWorker(store, layout, dtypes, device, nbytes)
             workers.append((Track.DEVICE_UPDATER, self._on_device))
@@ -70,8 +70,8 @@ class UpdateDriver:
             thread.start()
 
     def uses(self, unit: Unit) -> list[tuple[Page, Intent]]:
-        """Page uses of the unit's update, in order."""
-        return [use for granule in self._granules[unit.name] for use in granule.uses]
+        """Page uses of the unit's update, in order; none where its state is on the device."""
+        return [use for granule in self._granules.get(unit.name, ()) for use in granule.uses]
 
     def grad_pages(self) -> list[Page]:
         return [page for own in self._granules.values() for granule in own for page in granule.gradient]
@@ -99,21 +99,10 @@ class UpdateDriver:
                 if taken is None:
                     return
                 granule, verdict = taken
-                worker.update(granule, self._settings(granule, verdict), queue, trace, track)
+                settings = [adamw_settings(self._config, verdict, decay=call.decay) for call in granule.calls]
+                worker.update(granule, settings, queue, trace, track)
         except BaseException as error:
             queue.failed(error)
-
-    def _settings(self, granule: Granule, verdict: Verdict) -> list[AdamW]:
-        """Of each call of the granule."""
-        config = self._config
-        return [
-            {
-                "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2,
-                "eps": config.eps, "weight_decay": config.weight_decay if call.decay else 0.0,
-                "grad_scale": verdict.clip_factor,
-            }
-            for call in granule.calls
-        ]  # fmt: skip
 
 
 class _Worker:

@@ -9,21 +9,18 @@ the store exactly, and timing never changes what happens.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from tierstream.engine.device import Device, Event
+from tierstream.engine.device_memory import IN_FLIGHT_PAGES
 from tierstream.engine.trace import Trace, Track
 from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.store import Intent, Store
-
-#: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
-#: little DRAM.
-IN_FLIGHT_PAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +112,7 @@ class Uploader:
 
     Args:
         groups: slots of each group: name -> (count, bytes of one slot).
+        resident: units whose weights are always in the one slot of their group; someone else puts them there.
     """
 
     def __init__(
@@ -124,14 +122,17 @@ class Uploader:
         layout: Layout,
         groups: Mapping[str, tuple[int, int]],
         trace: Trace,
+        resident: Collection[str] = (),
     ) -> None:
         self._device, self._store, self._layout, self._trace = device, store, layout, trace
+        self._resident = resident
         self._slots = {
             name: [_Slot(device.buffer(nbytes)) for _ in range(count)]
             for name, (count, nbytes) in groups.items()
         }
         self._held: dict[str, list[tuple[str, str] | None]] = {
-            name: [None] * count for name, (count, _) in groups.items()
+            name: [(name, "weight")] if name in resident else [None] * count
+            for name, (count, _) in groups.items()
         }
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploader")
         self._credits = threading.BoundedSemaphore(IN_FLIGHT_PAGES)
@@ -156,7 +157,11 @@ class Uploader:
             by_group.setdefault(upload.group, []).append(index)
         assignments: list[Assignment | None] = [None] * len(uploads)
         held_after = {
-            name: [None if stale or (content and content[1] == "activation") else content for content in held]
+            name: [
+                None if stale or (content and content[1] == "activation") else content for content in held
+            ]
+            if name not in self._resident
+            else held
             for name, held in self._held.items()
         }
         for group, indices in by_group.items():
@@ -165,6 +170,11 @@ class Uploader:
                 after = indices[assignment.after] if assignment.after >= 0 else -1
                 assignments[index] = Assignment(assignment.slot, after, assignment.fetch)
         return StepPlan(list(uploads), [a for a in assignments if a is not None], held_after)
+
+    def buffer(self, group: str) -> torch.Tensor:
+        """The one slot of a group."""
+        (slot,) = self._slots[group]
+        return slot.buffer
 
     def begin(self, plan: StepPlan) -> None:
         """Start filling slots for `plan`; the step before must have released all it took."""

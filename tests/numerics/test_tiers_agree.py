@@ -160,6 +160,67 @@ def test_who_updates_and_when_changes_nothing(
         assert same_bits(planes, expected_planes) == []
 
 
+def budgets(setup: Setup) -> dict[tuple[str, ...], int]:
+    """The least device budget for each number of units that stay on the device."""
+    with rig(setup) as run:
+        least, order = run.plan.gpu_bytes, [unit.name for unit in run.units.in_forward_order]
+    found: dict[tuple[str, ...], int] = {}
+    budget = least
+    while len(found) <= len(order):
+        with rig(setup.but(gpu=budget)) as run:
+            found.setdefault(run.plan.device.resident, budget)
+            if run.plan.device.resident == tuple(order):
+                return found
+        budget += 8192
+    return found
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["deferred", "in-backward"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_units_that_stay_on_the_device_change_nothing(tmp_path: Path, tied: bool, early: bool) -> None:
+    """From none to all of them; the ends, layers, and the state of the rest on a drive."""
+    setup = base(clip=False, chunks=2, tied=tied)
+    setup = setup.but(optimizer=replace(setup.optimizer, check_finite=not early))
+    expected_losses, expected_planes = resident(False, 2, tied)
+    by_units = budgets(setup)
+    assert list(by_units) == [tuple(list(by_units)[-1][:count]) for count in range(len(by_units))]
+    assert len(by_units) == (4 if tied else 5) + 1
+    for count, budget in enumerate(by_units.values()):
+        made = setup.but(gpu=budget, faults_seed=count)
+        if count % 2:
+            made = made.but(nvme=tmp_path / str(count), dram=least_dram(setup))
+        losses, planes = result(made)
+        assert losses == expected_losses
+        assert same_bits(planes, expected_planes) == []
+
+
+def test_what_stays_on_the_device_moves_neither_up_nor_down() -> None:
+    setup = base(clip=True, chunks=1, tied=True)
+    everything = setup.but(gpu_all=True, activations="gpu")
+    with rig(everything) as run:
+        run.train(batches(3))
+        traffic = run.runtime.traffic()
+        assert traffic.bytes_written["gpu"] == traffic.bytes_read["gpu"] == 0
+        assert not any(plane == "grad" for _, plane in run.layout.planes)
+
+
+def test_planes_written_by_others_are_loaded_anew() -> None:
+    """Two trainings in turn over one store, as in a benchmark."""
+    setup = base(clip=True, chunks=1, tied=False)
+    expected_losses, expected_planes = resident(True, 1, False)
+    with rig(setup.but(gpu_all=True)) as run:
+        losses = []
+        for batch in batches(STEPS):
+            (outcome,) = run.train([batch])
+            losses.append((outcome.loss, outcome.verdict.grad_norm))
+            run.runtime.flush()
+            for buffer in run.runtime._state._planes.values():
+                buffer.fill_(0xFF)
+            run.runtime.planes_changed()
+        assert losses == expected_losses
+        assert same_bits(run.planes(), expected_planes) == []
+
+
 @pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
 def test_gradients_kept_in_bfloat16_agree_between_tiers(tmp_path: Path, grad_dtype: str) -> None:
     """Rounded page by page on the device, for whoever updates."""

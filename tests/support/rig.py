@@ -97,6 +97,7 @@ class Setup:
     )
     dram: int | None = None
     gpu_all: bool = False
+    gpu: int | None = None
     nvme: Path | None = None
     policy: str = "lookahead"
     prefetch: int | None = None
@@ -130,7 +131,7 @@ class Rig:
         setup.prepare(model)
         self.units = find_units(model)
         tiers = TiersConfig(
-            gpu=ByteSize(1 << 40) if setup.gpu_all else None,
+            gpu=ByteSize(1 << 40) if setup.gpu_all else None if setup.gpu is None else ByteSize(setup.gpu),
             dram=None if setup.dram is None else ByteSize(setup.dram),
             nvme_dirs=None if setup.nvme is None else [str(setup.nvme)],
             policy=setup.policy,  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""How the device's memory is divided: buffers that streamed units share in turn, and units that stay.
+
+A unit that stays has all of its state on the device: nothing of it moves, and its update takes a pass through
+device memory. The first units in forward order stay, as many as the budget allows: their forward runs while
+the updates of the others are still under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierstream.io.errors import BudgetError
+from tierstream.io.sizes import format_bytes
+from tierstream.tiered.layout import ITEM_BYTES, Layout
+
+if TYPE_CHECKING:
+    from tierstream.engine.units import ModelUnits
+
+#: Groups of buffers that units share; embedding, head and the units that stay have their own, by their names.
+LAYER_GROUP, ACTIVATION_GROUP = "layers", "activations"
+#: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
+#: little DRAM.
+IN_FLIGHT_PAGES = 4
+_SUM_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Persistent buffers.
+
+    Attributes:
+        slots: of uploads: group -> (count, bytes of one).
+        sums: of gradients, in fp32: group -> (count, elements of one).
+        group_of: unit -> its group in both.
+        resident: units that stay, in forward order.
+        layer_slots: layers whose weights may be there at once, of those that are streamed.
+        nbytes: all of it, the planes of the units that stay and pages that pass through included.
+    """
+
+    slots: Mapping[str, tuple[int, int]]
+    sums: Mapping[str, tuple[int, int]]
+    group_of: Mapping[str, str]
+    resident: tuple[str, ...]
+    layer_slots: int
+    nbytes: int
+
+
+def divide(
+    units: ModelUnits, layout: Layout, *, boundary_nbytes: int | None, passing_nbytes: int, budget: int | None
+) -> DeviceMemory:
+    """Divides the budget; None: as little as training takes.
+
+    Args:
+        layout: with every plane of every unit.
+        boundary_nbytes: of a staged activation; None: none is staged.
+        passing_nbytes: for pages that pass through.
+
+    Raises:
+        BudgetError: the budget holds less than two layers beside the ends.
+    """
+    division = _Division(units, layout, boundary_nbytes, passing_nbytes)
+    least = division.made((), division.least_slots(()))
+    if budget is None:
+        return least
+    if least.nbytes > budget:
+        layer_nbytes = least.slots[LAYER_GROUP][1]
+        rest = least.nbytes - least.layer_slots * layer_nbytes
+        raise BudgetError(
+            f"tiers.gpu is {format_bytes(budget)}, but two layers of {format_bytes(layer_nbytes)} beside "
+            "embedding, head, gradient sums, staged activations and pages that pass through "
+            f"({format_bytes(rest)}) need {format_bytes(least.nbytes)}; raise tiers.gpu, or lower "
+            "train.rows_per_step"
+        )
+    best = least
+    for unit in units.in_forward_order:
+        more = (*best.resident, unit.name)
+        candidate = division.made(more, division.least_slots(more))
+        if candidate.nbytes > budget:
+            break
+        best = candidate
+    streamed = len(units.layers) - sum(name in best.resident for name in division.layer_names)
+    if LAYER_GROUP in best.slots:
+        spare = (budget - best.nbytes) // best.slots[LAYER_GROUP][1]
+        best = division.made(best.resident, min(streamed, best.layer_slots + spare))
+    return best
+
+
+class _Division:
+    def __init__(
+        self, units: ModelUnits, layout: Layout, boundary_nbytes: int | None, passing_nbytes: int
+    ) -> None:
+        self._units, self._layout = units, layout
+        self._boundary_nbytes, self._passing_nbytes = boundary_nbytes, passing_nbytes
+        self.layer_names = [unit.name for unit in units.layers]
+        self._ends = {unit.name: unit for unit in (units.embed, units.head)}
+
+    def least_slots(self, resident: tuple[str, ...]) -> int:
+        """Layer slots without which streaming does not overlap with computing."""
+        return min(2, sum(name not in resident for name in self.layer_names))
+
+    def made(self, resident: tuple[str, ...], layer_slots: int) -> DeviceMemory:
+        units = self._units
+        item_bytes = ITEM_BYTES[units.embed.dtype]
+        streamed = [unit for unit in units.layers if unit.name not in resident]
+        own = [*self._ends.values(), *(unit for unit in units.layers if unit.name in resident)]
+        slots = {unit.name: (1, unit.numel * item_bytes) for unit in own}
+        sums = {unit.name: (1, unit.numel) for unit in own}
+        if streamed:
+            numel = max(unit.numel for unit in streamed)
+            slots[LAYER_GROUP] = layer_slots, numel * item_bytes
+            sums[LAYER_GROUP] = min(2, len(streamed)), numel
+        if self._boundary_nbytes is not None:
+            slots[ACTIVATION_GROUP] = min(2, len(units.layers)), self._boundary_nbytes
+        everything_stays = len(resident) == len(units.in_forward_order)
+        nbytes = 0 if everything_stays else self._passing_nbytes
+        nbytes += sum(count * size for count, size in slots.values())
+        nbytes += _SUM_BYTES * sum(count * numel for count, numel in sums.values())
+        nbytes += sum(  # the weights have slots
+            spec.nbytes
+            for spec in self._layout.planes.values()
+            if spec.durable and spec.plane != "weight" and spec.unit in resident
+        )
+        return DeviceMemory(
+            slots=slots,
+            sums=sums,
+            group_of={unit.name: unit.name for unit in own} | {unit.name: LAYER_GROUP for unit in streamed},
+            resident=resident,
+            layer_slots=layer_slots,
+            nbytes=nbytes,
+        )
