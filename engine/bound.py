@@ -139,9 +139,9 @@ def plan_bound(
     streamed = [spec for spec in layout.planes.values() if spec.unit not in plan.device.resident]
     return step_bound(
         rates,
-        flop=plan.flop_per_step,
+        flop=plan.flop_per_step - plan.spared_flop,
         upload_bytes=sum(spec.nbytes for spec in streamed if spec.plane == "weight"),
-        parameters=sum(spec.numel for spec in streamed if spec.plane == "weight"),
+        parameters=sum(t.numel for spec in streamed if spec.plane == "weight" for t in spec.tensors),
         read_bytes=reads * plan.page_bytes,
         written_bytes=writes * plan.page_bytes,
         device_update_bytes=(

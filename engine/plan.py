@@ -40,8 +40,8 @@ class TiersConfig:
 
     gpu: ByteSize | None = None
     """Device memory for streamed weights, gradient sums, staged activations and pages that pass through
-    (without the work space of kernels); null: two layers. In a larger budget the first units stay on the device with
-    all of their state, as many as fit: nothing of them moves."""
+    (without the work space of kernels); null: two layers. In a larger budget the first units stay on the
+    device with all of their state, as many as fit: nothing of them moves."""
     dram: ByteSize | None = None
     """Host memory that caches the model's state; null: all of the state, or 70 % of what is free."""
     nvme_dirs: list[str] | None = None
@@ -111,6 +111,8 @@ class Plan:
     device: DeviceMemory
     boundary_nbytes: int | None
     flop_per_step: float
+    spared_flop: float
+    """Most of `flop_per_step` that the recompute can leave out (engine/recompute.py)."""
     cpu_updates: bool
     gpu_updates: bool
 
@@ -130,15 +132,18 @@ class Plan:
         return max(0, self.step_local_bytes - self.dram_bytes // 2)
 
 
-def choose_page_bytes(layer_weight_nbytes: int, state_bytes: int, config: TiersConfig) -> int:
+def choose_page_bytes(
+    layer_weight_nbytes: int, state_bytes: int, config: TiersConfig, available_bytes: int
+) -> int:
     """Page size: a whole fraction of a layer's weight plane, so that the last page of a plane wastes next to
     nothing.
     """
     if config.page is not None:
         return int(config.page)
     largest = _PAGE_MAX_BYTES
-    if config.dram is not None and config.dram < state_bytes:
-        largest = min(largest, config.dram // _FRAMES_WANTED)
+    dram = int(_AUTO_DRAM_SHARE * available_bytes if config.dram is None else config.dram)
+    if dram < state_bytes:
+        largest = min(largest, dram // _FRAMES_WANTED)
     pieces = max(1, -(-layer_weight_nbytes // max(largest, PAGE_ALIGN_BYTES)))
     return round_up(-(-layer_weight_nbytes // pieces), PAGE_ALIGN_BYTES)
 
@@ -185,6 +190,11 @@ def step_flop(units: ModelUnits, tokens: int) -> float:
     return 8.0 * (units.numel - lookup_only) * tokens
 
 
+def spared_flop(units: ModelUnits, tokens: int) -> float:
+    """FLOP of a product with the largest matrix of each layer: which one ends it is not known beforehand."""
+    return 2.0 * tokens * sum(max(t.numel for t in unit.tensors) for unit in units.layers)
+
+
 def make_plan(
     tiers: TiersConfig,
     optimizer: OptimizerConfig,
@@ -218,7 +228,8 @@ def make_plan(
     )
     layer_nbytes = max(unit.numel for unit in units.layers) * item_bytes
     state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
-    layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers))
+    host_bytes = available_bytes - (tiers.gpu or 0 if device_in_host else 0)
+    layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers, host_bytes))
     on_device = optimizer.updates_on_device(device_in_host=device_in_host)
     passing = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
     passing += IN_FLIGHT_PAGES * layout.page_bytes if optimizer.grad_dtype == "bfloat16" else 0
@@ -237,6 +248,7 @@ def make_plan(
         device=memory,
         boundary_nbytes=boundary,
         flop_per_step=step_flop(units, rows * seq_len),
+        spared_flop=spared_flop(units, rows * seq_len),
         cpu_updates=optimizer.placement != "gpu",
         gpu_updates=on_device,
     )

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -31,11 +31,12 @@ from tierstream.engine.resident import ResidentModel
 from tierstream.engine.runtime import Runtime, Traffic
 from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Span, Trace
-from tierstream.engine.units import find_units
+from tierstream.engine.units import ModelUnits, find_units
 from tierstream.io import memory
 from tierstream.io.errors import BudgetError
 from tierstream.io.measure import Case, Labels, Sample, timed
 from tierstream.io.sizes import format_bytes
+from tierstream.tiered.layout import Layout
 
 #: A device budget that holds every layer.
 EVERYTHING = ByteSize(1 << 50)
@@ -154,27 +155,29 @@ class TieredBench:
         parts.callback(device.close)
         model, hf_config = assemble.build_model(config, parts)
         units = find_units(model)
-        plans = []
-        for setting in settings:
-            sized = replace(
-                config,
-                tiers=replace(config.tiers, gpu=setting.gpu),
-                optimizer=setting.optimizer(config.optimizer),
-            )
-            plan, self.layout = assemble.plan_run(sized, units, hf_config, device)
-            plans.append(plan)
-        assemble.check_space(config, plans[0], Path(config.run_dir))
+        planned = [self._plan(setting, units, hf_config, device) for setting in settings]
+        plans = [plan for plan, _ in planned]
+        # Units that stay on the device leave planes out: one layout has all that any setting needs.
+        widest, self.layout = max(planned, key=lambda pair: len(pair[1].planes))
+        assemble.check_space(config, widest, Path(config.run_dir))
         paths = assemble.check_paths(config)
         self.drives = assemble.open_drives(config, self.layout, {}, known, paths)
         if self.drives is not None:
             parts.callback(self.drives.close)
         self.store = assemble.build_store(
-            config, self.layout, plans[0], self.drives, device, debug=False, trace=self._trace
+            config, self.layout, widest, self.drives, device, debug=False, trace=self._trace
         )
         parts.callback(self.store.close)
         assemble.fill_state(config, model, units, self.layout, self.store, None, None, device)
         self.cases = [self._case(setting, plan, parts) for setting, plan in zip(settings, plans, strict=True)]
         parts.enter_context(undisturbed())
+
+    def _plan(
+        self, setting: Setting, units: ModelUnits, hf_config: Any, device: Device
+    ) -> tuple[Plan, Layout]:
+        tiers = replace(self.config.tiers, gpu=setting.gpu)
+        sized = replace(self.config, tiers=tiers, optimizer=setting.optimizer(self.config.optimizer))
+        return assemble.plan_run(sized, units, hf_config, device)
 
     def _case(self, setting: Setting, plan: Plan, parts: ExitStack) -> TieredCase:
         """Every runtime has a model (without weights), lanes and device buffers of its own."""
@@ -320,7 +323,8 @@ def random_batch(
 def resident_losses(
     config: RunConfig, steps: Sequence[Setting], known: list[KnownDrive], batch: Batch
 ) -> list[float]:
-    """Losses of the same training from its begin, layers and layer inputs all on the device.
+    """Losses of the same training from its begin, with as much state on the device as it holds, and all layer
+    inputs.
 
     Args:
         steps: the setting of each step, in order; its device budget does not matter.
@@ -330,12 +334,21 @@ def resident_losses(
     """
     everything = replace(config, tiers=replace(config.tiers, activations="gpu"))
     clips = {step.clip_norm for step in steps}
-    kinds = {clip: Setting(gpu=EVERYTHING, clip_norm=clip, placement="cpu") for clip in clips}
+    budget = _most_of_the_device(config.train.device, cases=len(clips))
+    kinds = {clip: Setting(gpu=budget, clip_norm=clip, placement="cpu") for clip in clips}
     with TieredBench(everything, list(kinds.values()), known, batch) as bench:
         cases = {case.setting.clip_norm: case for case in bench.cases}
         for step in steps:
             bench.step(cases[step.clip_norm])
         return [loss for _, loss in bench.history]
+
+
+def _most_of_the_device(name: str, *, cases: int) -> ByteSize:
+    """A device budget for each of some cases; room is left for activations and for kernels."""
+    if torch.device(name).type != "cuda":
+        return EVERYTHING
+    free_bytes, _ = torch.cuda.mem_get_info(name)
+    return ByteSize(int(0.6 * free_bytes) // cases)
 
 
 def check_device_memory(device: torch.device, need_bytes: int, what: str) -> None:

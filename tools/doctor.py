@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, TextIO
 
@@ -14,6 +12,7 @@ import tyro
 
 from tierstream.io.errors import ConfigError
 from tierstream.tools.checks import Check, Status, collect
+from tierstream.tools.quiet import without_warnings
 from tierstream.tools.tables import open_console, table
 
 _PROG = "tierstream doctor"
@@ -45,25 +44,13 @@ def main(args: Sequence[str]) -> int:
     )
     if rest:
         raise ConfigError(f"unknown option {rest[0]}; `{_PROG} --help` lists the known ones")
-    with _quiet():
+    with without_warnings():  # the report says itself which directory goes through the page cache
         checks = collect(options.directories or (".",))
     if options.json:
         print(json.dumps(as_json(checks), indent=2))
     else:
         print_checks(checks, sys.stdout)
     return 2 if worst(checks) is Status.PROBLEM else 0
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the log's warnings: the report says itself which directory goes through the page cache."""
-    logger = logging.getLogger("tierstream")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def worst(checks: Sequence[Check]) -> Status:

@@ -123,6 +123,7 @@ def test_every_gradient_of_the_plain_training_is_that_of_the_tiers(benches: Benc
         resident = ResidentCase(bench, benches.batch)
         resident.model.step(benches.batch)
         bench.step(bench.cases[0])
+        bench.cases[0].runtime._gradients.wait_stored()
         for unit in bench.cases[0].runtime.units.in_forward_order:
             for tensor in unit.tensors:
                 theirs = resident.model._gradients[tensor.name].flatten()
@@ -181,17 +182,18 @@ def test_runs_are_steps_in_steady_state(benches: Benches) -> None:
 
 
 def test_bytes_are_those_that_the_sizes_give(benches: Benches) -> None:
-    """Two slots: backward finds the last two layers still there."""
+    """Two slots: backward finds the last two layers still there. All on the device: boundaries move alone."""
     with benches.opened(FREE, Setting(gpu=EVERYTHING)) as bench:
         units = bench.cases[0].runtime.units
         layer, ends, boundary = 4 * units.layers[0].numel, 4 * units.embed.numel, ROWS * SEQ_LEN * HIDDEN * 4
         activations, sums = LAYERS * boundary, LAYERS * layer + ends
-        for case, layers_up in zip(bench.cases, (2 * LAYERS - 2, LAYERS), strict=True):
+        streamed = ends + (2 * LAYERS - 2) * layer, sums
+        for case, (up, down) in zip(bench.cases, (streamed, (0, 0)), strict=True):
             bench.run(case, 3)
             traffic = case.records[-1].traffic
             assert traffic is not None
-            assert traffic.bytes_written["gpu"] == 3 * (ends + layers_up * layer + activations)
-            assert traffic.bytes_read["gpu"] == 3 * (sums + activations)
+            assert traffic.bytes_written["gpu"] == 3 * (up + activations)
+            assert traffic.bytes_read["gpu"] == 3 * (down + activations)
             assert traffic.bytes_read["nvme"] == traffic.bytes_written["nvme"] == 0
 
 

@@ -256,8 +256,11 @@ def test_a_failing_drive_stops_the_step_that_needs_it(
         said = [f"{verb} {tmp_path}/state/tierstream-state/", f"/{plane}/c/", f"errno {number}"]
         command.refused_train(config, said)
     assert failed
-    only_whole_checkpoints(command, config, newest=2)
-    assert [m["step"] for m in records(config)] in ([1, 2], [1, 2, 3])
+    # Which step is the first to spill is a matter of timing: several threads update.
+    newest = checkpoints(Path(config.run_dir) / "checkpoints")[-1][0]
+    assert newest in (2, 3)
+    only_whole_checkpoints(command, config, newest)
+    assert [m["step"] for m in records(config)] in ([*range(1, newest + 1)], [*range(1, newest + 2)])
     nothing_is_locked(config)
     goes_on(command, config, unharmed)
 

@@ -12,6 +12,7 @@ from tierstream.io.profile import MachineProfile, drive_identity
 from tierstream.tools.bench.report import check_output, present
 from tierstream.tools.bench.storage import measure_storage, start_profile, storage_plots
 from tierstream.tools.options import parse_options
+from tierstream.tools.quiet import without_warnings
 from tierstream.tools.tables import count, open_console, table
 
 _PROG = "tierstream bench --profile"
@@ -41,7 +42,8 @@ def main(args: Sequence[str]) -> int:
     directories = _one_per_drive(directories)
     if directories:
         command = ["tierstream", "bench", "--profile", *args]
-        result, profile = measure_storage(directories, options, command)
+        with without_warnings("tierstream.io.posix"):
+            result, profile = measure_storage(directories, options, command)
         present(result, storage_plots(result.measurements), options)
     else:
         profile = start_profile(options)

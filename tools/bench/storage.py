@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
@@ -26,6 +25,7 @@ from tierstream.tools.bench.plots import PlotSpec
 from tierstream.tools.bench.report import check_file, check_output, present, run_cases
 from tierstream.tools.bench.result import DRIVE, PART, Result
 from tierstream.tools.options import parse_options, take_paths
+from tierstream.tools.quiet import without_warnings
 
 if TYPE_CHECKING:
     from tierstream.tools.bench.drives import MeasuredPath, StorageOptions, Way
@@ -58,7 +58,9 @@ def main(args: Sequence[str]) -> int:
     paths, rest = take_paths(args, "PATH", _PROG)
     options = parse_options(StorageOptions, rest, prog=f"{_PROG} PATH...", description=_DESCRIPTION)
     check_output(options)
-    result, profile = measure_storage(paths, options, shlex.split(_PROG) + list(args))
+    # Each result names the way its bytes took; a warning per backend that is opened would bury them.
+    with without_warnings("tierstream.io.posix"):
+        result, profile = measure_storage(paths, options, shlex.split(_PROG) + list(args))
     if options.profile is not None:
         profile.save(options.profile)
     present(result, storage_plots(result.measurements), options)
@@ -72,8 +74,6 @@ def measure_storage(
     from tierstream.tools.bench.drives import MeasuredPath, check_paths
     from tierstream.tools.bench.machine import describe_machine
 
-    # Each result names the way its bytes took; a warning per backend that is opened would bury them.
-    logging.getLogger("tierstream.io.posix").setLevel(logging.ERROR)
     profile = start_profile(options)
     kinds = _kinds(options)
     home = _home(kinds)

@@ -51,7 +51,7 @@ Measure how fast the executor trains, over random weights and random tokens.
   included, of DeepSpeed ZeRO-3 and of PyTorch's FSDP2, which offload to host
   memory or a drive; same first weights, batch and kernels, each in a process of
   its own. They need what `pip install 'tierstream[peers]'` installs.
-- --check true: at the end the same steps run again with every layer on the
+- --check true: at the end the same steps run again with all that fits on the
   device, and all losses must be equal to the bit; else the exit status is 1.
 - Prints tokens/s, TFLOP/s, the bound, memory, bytes moved and waits.
 """
@@ -115,7 +115,7 @@ class TrainBenchOptions(OutputOptions):
     trace_steps: int = 0
     """Steps of each of our cases that are traced, after those that are measured, for --report; 0: none."""
     check: bool = False
-    """Compare every loss with a run that has all layers on the device."""
+    """Compare every loss with a run that has all that fits on the device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -340,7 +340,7 @@ class _Bench:
         return PeerCase(name, job, options.peer_nvme_dir, log, parameters)
 
     def _check(self, layers: int, history: list[tuple[Setting, float]]) -> None:
-        """Sets the losses beside those of a run with every layer on the device."""
+        """Sets the losses beside those of a run with all that fits on the device."""
         from tierstream.engine.train_bench import resident_losses
         from tierstream.tools.bench.training import difference
 
@@ -348,9 +348,8 @@ class _Bench:
         losses = resident_losses(self.config, steps, self.known, self.batch)
         found = difference([loss for _, loss in history], losses)
         self.good = self.good and not found
-        said = (
-            found or f"all {len(losses)} losses are equal to the bit to those with every layer on the device"
-        )
+        equal = f"all {len(losses)} losses are equal to the bit to those with all that fits on the device"
+        said = found or equal
         self.notes.append(f"{layers} layers: {said}")
 
 

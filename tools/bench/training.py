@@ -237,5 +237,5 @@ def difference(losses: Sequence[float], resident: Sequence[float]) -> str:
     """The first step whose losses are not equal to the bit, for people; empty: all are."""
     for step, (ours, theirs) in enumerate(zip(losses, resident, strict=True), start=1):
         if struct.pack("d", ours) != struct.pack("d", theirs):
-            return f"the loss of step {step} is {ours!r}, and {theirs!r} with every layer on the device"
+            return f"the loss of step {step} is {ours!r}, and {theirs!r} with all that fits on the device"
     return ""
