@@ -96,6 +96,7 @@ def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Devic
         rows=config.train.rows_per_step,
         seq_len=config.data.seq_len,
         device_in_host=not device.is_cuda,
+        update_threads=update_threads(config),
         available_bytes=memory.memory_budget().available_bytes,
     )
 

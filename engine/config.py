@@ -98,8 +98,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        if self.optimizer.placement == "gpu" and self.train.device == "cpu":
+        if self.optimizer.placement in ("gpu", "both") and self.train.device == "cpu":
             raise ConfigError(
-                "optimizer.placement is gpu and train.device is cpu, so there is no GPU to update on; use "
-                "optimizer.placement: auto or cpu, or train.device: cuda"
+                f"optimizer.placement is {self.optimizer.placement} and train.device is cpu, so there is no "
+                "GPU to update on; use optimizer.placement: auto or cpu, or train.device: cuda"
             )

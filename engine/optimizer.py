@@ -15,6 +15,10 @@ from typing import Literal, TypedDict
 
 from tierstream.io.errors import ConfigError
 
+#: So many threads of the update reach the memory's bandwidth on most machines; the planes that pass through a
+#: GPU cross the same memory.
+_THREADS_ENOUGH = 8
+
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
@@ -48,9 +52,11 @@ class OptimizerConfig:
     """Skip a step whose gradient is not finite. False, which takes clip_norm: null, lets updates start during
     backward; a gradient that is not finite then ends the run, and the weights are those of the last
     checkpoint."""
-    placement: Literal["auto", "cpu", "gpu"] = "auto"
-    """What computes the update: the CPU, the GPU (the planes pass through it), or both, page by page,
-    whichever is free. All give the same bits."""
+    placement: Literal["auto", "cpu", "gpu", "both"] = "auto"
+    """What updates units whose state is streamed: the CPU, the GPU (the planes pass through it), or both,
+    page by page, whichever is free; auto: both where the CPU has fewer than 8 threads for it, else the CPU,
+    which then reaches the memory's bandwidth alone. All give the same bits. Units that stay on the GPU are
+    updated there."""
     threads: int | None = None
     """CPU threads of the update; null: four fifths of those that torch uses."""
     max_skipped_in_a_row: int = 5
@@ -79,9 +85,15 @@ class OptimizerConfig:
                 "check_finite to true"
             )
 
-    def updates_on_device(self, *, device_in_host: bool) -> bool:
-        """Whether planes pass through the device, which may be the CPU itself."""
-        return self.placement == "gpu" or (self.placement == "auto" and not device_in_host)
+    def updates_on_device(self, *, device_in_host: bool, threads: int) -> bool:
+        """Whether planes pass through the device, which may be the CPU itself.
+
+        Args:
+            threads: of the update on the CPU.
+        """
+        if self.placement == "auto":
+            return not device_in_host and threads < _THREADS_ENOUGH
+        return self.placement in ("gpu", "both")
 
     @property
     def updates_in_backward(self) -> bool:

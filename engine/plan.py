@@ -204,12 +204,14 @@ def make_plan(
     rows: int,
     seq_len: int,
     device_in_host: bool,
+    update_threads: int,
     available_bytes: int,
 ) -> tuple[Plan, Layout]:
     """Plan of a run and the layout of its planes.
 
     Args:
         rows, seq_len: tokens of a step. device_in_host: the device is the CPU, its buffers take host memory.
+        update_threads: CPU threads of the update.
         available_bytes: host memory that may still be used.
 
     Raises:
@@ -230,7 +232,7 @@ def make_plan(
     state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
     host_bytes = available_bytes - (tiers.gpu or 0 if device_in_host else 0)
     layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers, host_bytes))
-    on_device = optimizer.updates_on_device(device_in_host=device_in_host)
+    on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     passing = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
     passing += IN_FLIGHT_PAGES * layout.page_bytes if optimizer.grad_dtype == "bfloat16" else 0
     memory = divide(units, layout, boundary_nbytes=boundary, passing_nbytes=passing, budget=tiers.gpu)

@@ -52,7 +52,7 @@ class Setting:
     gpu: ByteSize | None = None
     clip_norm: float | None = None
     check_finite: bool = True
-    placement: Literal["auto", "cpu", "gpu"] = "auto"
+    placement: Literal["auto", "cpu", "gpu", "both"] = "auto"
 
     def optimizer(self, base: OptimizerConfig) -> OptimizerConfig:
         return replace(

@@ -58,7 +58,7 @@ class UpdateDriver:
         if units and config.placement != "gpu":
             worker = _CpuWorker(store, dtypes, threads)
             workers += [(track, worker) for track in _CPU_WORKERS]
-        if units and config.updates_on_device(device_in_host=not device.is_cuda):
+        if units and config.updates_on_device(device_in_host=not device.is_cuda, threads=threads):
             nbytes = device_granule_nbytes(layout, units)
             self._on_device = _DeviceWorker(store, layout, dtypes, device, nbytes)
             workers.append((Track.DEVICE_UPDATER, self._on_device))

@@ -31,9 +31,9 @@ def setup_of(
 ) -> Setup:
     """The model in bf16; `placement` "both": the CPU as host and as device."""
     if placement == "both":
-        monkeypatch.setattr(OptimizerConfig, "updates_on_device", lambda config, device_in_host: True)
+        monkeypatch.setattr(OptimizerConfig, "updates_on_device", lambda config, **_: True)
     settings = {"lr": 1e-2, "clip_norm": None, "check_finite": not early, "weight_decay": 0.5} | optimizer
-    config = OptimizerConfig(placement="auto" if placement == "both" else placement, **settings)  # type: ignore[arg-type]
+    config = OptimizerConfig(placement=placement, **settings)  # type: ignore[arg-type]
     return Setup(dtype="bfloat16", optimizer=config)
 
 
@@ -50,12 +50,14 @@ def test_the_threads_are_those_of_the_placement(placement: str, monkeypatch: pyt
     assert updaters() == set()
 
 
-def test_where_auto_updates() -> None:
-    for placement, device_in_host, expected in [
-        ("auto", False, True), ("auto", True, False), ("cpu", False, False), ("gpu", False, True),
+def test_where_updates_run() -> None:
+    for placement, device_in_host, threads, expected in [
+        ("auto", False, 4, True), ("auto", False, 8, False), ("auto", True, 4, False),
+        ("both", False, 16, True), ("cpu", False, 2, False),
+        ("gpu", False, 16, True), ("gpu", True, 16, True),
     ]:  # fmt: skip
         config = OptimizerConfig(placement=placement)  # type: ignore[arg-type]
-        assert config.updates_on_device(device_in_host=device_in_host) is expected
+        assert config.updates_on_device(device_in_host=device_in_host, threads=threads) is expected
 
 
 @PLACEMENTS

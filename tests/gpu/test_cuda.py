@@ -78,7 +78,7 @@ def test_slow_streams_and_poison_change_nothing(tmp_path: Path, seed: int) -> No
 def test_who_updates_and_when_changes_nothing(tmp_path: Path, tiers: str, early: bool) -> None:
     optimizer = OptimizerConfig(lr=1e-2, clip_norm=None, placement="cpu")
     expected = result(setup(optimizer=optimizer, gpu_all=True, activations="gpu"))
-    variants = [("gpu", "float32", None), ("auto", "float32", 3), ("auto", "bfloat16", None)]
+    variants = [("gpu", "float32", None), ("both", "float32", 3), ("both", "bfloat16", None)]
     for placement, grad_dtype, seed in variants:
         own = replace(optimizer, placement=placement, grad_dtype=grad_dtype, check_finite=not early)
         made = setup(optimizer=own, faults_seed=seed)

@@ -141,7 +141,8 @@ class Rig:
         )
         self.plan, self.layout = make_plan(
             tiers, setup.optimizer, self.units, hidden_size=hf_config.hidden_size, rows=setup.rows,
-            seq_len=setup.seq_len, device_in_host=setup.device == "cpu", available_bytes=4 << 30,
+            seq_len=setup.seq_len, device_in_host=setup.device == "cpu", update_threads=setup.threads,
+            available_bytes=4 << 30,
         )  # fmt: skip
         self.backend = open_backend("posix", threads=2) if setup.nvme is not None else None
         self.directory = None

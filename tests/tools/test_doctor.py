@@ -18,7 +18,7 @@ import pytest
 from tierstream.io import probes
 from tierstream.io.backend import TransferPath
 from tierstream.io.limits import Limit
-from tierstream.tools import checks, cli, doctor
+from tierstream.tools import checks, cli, doctor, quiet
 from tierstream.tools.checks import Check, Status
 
 COMMAND = "import sys; from tierstream.tools.cli import main; sys.exit(main())"
@@ -167,7 +167,7 @@ def test_the_current_directory_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_directory_in_memory_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    with doctor._quiet():
+    with quiet.without_warnings():
         check = checks.directory_check(2, "/dev/shm")
     assert (check.name, check.status) == ("directory 2", Status.WARNING)
     assert "tmpfs keeps files in memory" in check.value

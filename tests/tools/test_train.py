@@ -40,7 +40,7 @@ OPTIONS = """\
 --optimizer.master {split,fp32} split
 --optimizer.grad-dtype {float32,bfloat16} float32
 --optimizer.check-finite {true,false} true
---optimizer.placement {auto,cpu,gpu} auto
+--optimizer.placement {auto,cpu,gpu,both} auto
 --optimizer.threads INT|null null
 --optimizer.max-skipped-in-a-row INT 5
 --tiers.gpu SIZE|null null

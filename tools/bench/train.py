@@ -87,8 +87,8 @@ class TrainBenchOptions(OutputOptions):
     """Norms that gradients are clipped to; null: no clipping. Peers take the first."""
     check_finite: bool = True
     """For cases without clipping; false: updates start during backward, as with optimizer.check_finite."""
-    placement: list[Literal["auto", "cpu", "gpu"]] = field(
-        default_factory=lambda: list[Literal["auto", "cpu", "gpu"]](["auto"])
+    placement: list[Literal["auto", "cpu", "gpu", "both"]] = field(
+        default_factory=lambda: list[Literal["auto", "cpu", "gpu", "both"]](["auto"])
     )
     """What computes the update, as optimizer.placement."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
