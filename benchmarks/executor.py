@@ -1,0 +1,109 @@
+"""The runs whose figures README's performance table shows: each is one `tierstream bench train` on one GPU.
+
+    python benchmarks/executor.py OUT [RUN ...] [--nvme-dir DIR] [--profile machine.json] [--commit HASH]
+
+Writes OUT/<run>.json for each, ready to be published: copy it to docs/measurements under a name that begins
+with the date and the machine, and run benchmarks/performance_table.py. Without RUN: all, one after the other.
+A run that fails is told at the end; the others are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_FUSED = ("--kernels", "liger", "--deterministic", "false")
+_CLIPPED_AND_FREE = ("--clip-norm", "1.0", "null", "--check-finite", "false")
+_SHORT_ROUNDS = ("--steps", "3", "--rounds", "5")
+_3B = ("--shape", "qwen2.5-3b", "--rows", "32", "--seq-len", "1024", "--grad-dtype", "bfloat16")
+_7B = ("--shape", "qwen2.5-7b", "--rows", "32", "--seq-len", "1024", "--grad-dtype", "bfloat16")
+_RESIDENT = ("--baseline", "resident")
+#: Name -> options of `tierstream bench train`; {nvme} is the directory that was given.
+RUNS: Mapping[str, Sequence[str]] = {
+    # All state in DRAM, layer inputs too, in as little of the GPU as it takes; then with more of it.
+    "3b": (*_3B, *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT, *_SHORT_ROUNDS),
+    "3b-gpu-30gib": (*_3B, *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT, *_SHORT_ROUNDS, "--gpu", "30GiB"),
+    "3b-least-gpu": (
+        *_3B, "--rows-per-chunk", "16", *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT, *_SHORT_ROUNDS,
+    ),
+    # Kernels that give the same bits every time, and every loss compared with what fits on the device.
+    "3b-deterministic": (
+        *_3B, *_CLIPPED_AND_FREE, *_RESIDENT, "--steps", "2", "--rounds", "3", "--check", "true",
+    ),
+    "3b-131k-tokens": (
+        *_3B, "--rows", "128", "--rows-per-chunk", "16", *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT,
+        "--steps", "1", "--rounds", "3",
+    ),
+    "7b": (
+        *_7B, "--rows-per-chunk", "16", *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT,
+        "--steps", "2", "--rounds", "3", "--dram", "112GiB", "--gpu", "48GiB",
+    ),
+    # Peers have the machine for themselves: their memory and ours do not fit at once.
+    "3b-deepspeed-cpu": (
+        *_3B, *_FUSED, "--baseline", "deepspeed-cpu", "--turns", "blocks", "--steps", "3", "--rounds", "3",
+    ),
+    "3b-fsdp2-offload": (
+        *_3B, *_FUSED, "--baseline", "fsdp2-offload", "--turns", "blocks", "--steps", "3", "--rounds", "3",
+    ),
+    "3b-12gib-dram": (
+        *_3B, *_FUSED, "--dram", "12GiB", "--nvme-dirs", "{nvme}", "--baseline", "deepspeed-nvme",
+        "--peer-nvme-dir", "{nvme}", "--turns", "blocks", "--steps", "1", "--rounds", "3",
+    ),
+    "3b-6gib-dram": (
+        *_3B, *_FUSED, "--dram", "6GiB", "--nvme-dirs", "{nvme}", "--steps", "1", "--rounds", "3",
+    ),
+    # Depth changes neither the GPU's memory nor the speed per layer.
+    "depth": (
+        "--shape", "qwen2.5-1.5b", "--layers", "28", "56", "112", "--rows", "32", "--seq-len", "1024",
+        *_FUSED, "--grad-dtype", "bfloat16", "--steps", "2", "--rounds", "3",
+    ),
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
+    parser.add_argument("--nvme-dir", default="/tmp")
+    parser.add_argument("--profile")
+    parser.add_argument("--commit", help="what is installed; default: that of this checkout")
+    args = parser.parse_args(argv)
+    if unknown := set(args.runs) - set(RUNS):
+        parser.error(f"no such run: {', '.join(sorted(unknown))}; choose from {', '.join(RUNS)}")
+    commit = args.commit or _head()
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in args.runs or RUNS:
+        file = args.out / f"{name}.json"
+        options = [option.format(nvme=args.nvme_dir) for option in RUNS[name]]
+        profile = ["--profile", args.profile] if args.profile else []
+        begin = time.monotonic()
+        status = subprocess.run(
+            ["tierstream", "bench", "train", *options, *profile, "--json", str(file)], check=False
+        ).returncode
+        print(f"{name}: exit status {status} after {time.monotonic() - begin:.0f} s", flush=True)
+        if status:
+            failed.append(name)
+        if file.exists():
+            result = json.loads(file.read_text()) | {"publish": {"commit": commit}}
+            file.write_text(json.dumps(result, indent=1))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _head() -> str:
+    root = Path(__file__).parents[1]
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+    )
+    return found.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
