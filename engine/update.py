@@ -167,7 +167,7 @@ class _DeviceWorker(_Worker):
         ):
             parts = self._parts(granule, buffer)
             for part, array in zip(parts, lease.arrays, strict=True):
-                lane.copy_in(part, array)
+                lane.copy_in(part[: array.nbytes], array)
                 self.bytes_up += array.nbytes
             for call, own in zip(granule.calls, settings, strict=True):
                 planes = {
@@ -177,7 +177,7 @@ class _DeviceWorker(_Worker):
                 self._device.kernels.adamw(planes, own)
             for part, array, (_, intent) in zip(parts, lease.arrays, granule.uses, strict=True):
                 if intent is Intent.UPDATE:
-                    lane.copy_out(array, part)
+                    lane.copy_out(array, part[: array.nbytes])
                     self.bytes_down += array.nbytes
 
         def done() -> None:

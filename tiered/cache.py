@@ -136,8 +136,6 @@ class Cache:
                     entry.stored = entry.dirty = False
                 else:
                     entry.stored = entry.dirty = True
-                    if entry.content_bytes < entry.nbytes:
-                        entry.view()[entry.content_bytes :] = 0
                     if self._debug:
                         entry.set_seal()
             self._frames.settle(entry)
@@ -182,6 +180,7 @@ class Cache:
     def filled(self, entry: Entry) -> None:
         """The frame of the page has its content."""
         entry.end_fill()
+        entry.padded = True
         if self._debug:
             entry.set_seal()
         waiters, entry.waiters = entry.waiters, []
@@ -326,6 +325,9 @@ class Cache:
                 if intent is not Intent.OVERWRITE:
                     entry.start_fill()
                     lease.zeroes.append(entry)
+                elif not entry.padded:
+                    lease.paddings.append(entry)
+                entry.padded = True
             elif entry.demanded:
                 entry.demanded = False
                 stats.misses += 1
@@ -338,7 +340,7 @@ class Cache:
             if entry.filling:
                 lease.unfilled += 1
                 entry.waiters.append(lease)
-            lease.arrays.append(entry.view())
+            lease.arrays.append(entry.view() if intent is Intent.READ else entry.content())
             entry.last_use = self._clock
             if lease.scheduled:
                 self._consume(entry)

@@ -53,8 +53,8 @@ class Entry:
 
     __slots__ = (
         "array", "blank", "cleaned", "content_bytes", "cursor", "demanded", "dirty", "durable", "filling",
-        "frame", "last_use", "later", "nbytes", "next_use", "page", "pinned", "prefetched", "readers",
-        "requests", "seal", "stored", "uses", "victim", "waiters", "writer", "writing",
+        "frame", "last_use", "later", "nbytes", "next_use", "padded", "page", "pinned", "prefetched",
+        "readers", "requests", "seal", "stored", "uses", "victim", "waiters", "writer", "writing",
     )  # fmt: skip
 
     def __init__(self, page: Page, layout: Layout) -> None:
@@ -76,6 +76,8 @@ class Entry:
         self.pinned = False
         self.victim = False
         self.cleaned = False
+        #: the frame holds zeros where the page has padding
+        self.padded = self.content_bytes == self.nbytes
         self.prefetched = False
         self.seal: int | None = None
         self.demanded = False
@@ -109,6 +111,10 @@ class Entry:
         if self.array is None:
             raise self._illegal("used")
         return self.array
+
+    def content(self) -> Frame:
+        """The page's bytes without padding."""
+        return self.view()[: self.content_bytes]
 
     def bind(self, frame: Frame, *, filling: bool) -> None:
         if self.frame is not None or self.readers or self.writer or self.writing:
@@ -185,6 +191,8 @@ class FramePool(Protocol):
     arena: Arena
     #: frames that exist
     count: int
+    #: a frame is only ever given to the one page
+    private: bool
 
     def take(self, page: Page) -> Frame | None:
         """A frame for the page, or None if one must be evicted first."""
@@ -200,6 +208,8 @@ class FramePool(Protocol):
 
 class UniformPool:
     """Frames of one size, any of which holds any page: for a store with NVMe behind it."""
+
+    private = False
 
     def __init__(
         self,
@@ -231,6 +241,8 @@ class UniformPool:
 
 class HomePool:
     """A frame for every page, of the page's own size: for a store whose home is DRAM. Nothing is evicted."""
+
+    private = True
 
     def __init__(
         self,

@@ -39,14 +39,14 @@ class Lease:
 
     Attributes:
         pages: the pages, in the order of the request.
-        arrays: per page a uint8 array of `layout.page_nbytes(page)` bytes at an address that is a multiple of
-            4096; valid until release. Bytes past the end of the plane in its last page are padding: the store
-            zeroes them.
+        arrays: per page a uint8 array of its bytes, at an address that is a multiple of 4096; valid until
+            release. Bytes past the end of the plane in its last page are padding, which is zero: those who
+            may write do not get it, and READ gives `layout.page_nbytes(page)` bytes with it.
     """
 
     __slots__ = (
         "arrays", "blocked_on", "entries", "error", "event", "granted", "held", "intents", "overtaken",
-        "owner", "pages", "pinned", "scheduled", "unfilled", "zeroes",
+        "owner", "paddings", "pages", "pinned", "scheduled", "unfilled", "zeroes",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +69,9 @@ class Lease:
         self.unfilled = 0
         #: granted pages that start as zeros; the caller's thread fills them
         self.zeroes: list[Entry] = []
+        #: granted pages that are overwritten in a frame with who knows what in their padding; the caller's
+        #: thread clears it
+        self.paddings: list[Entry] = []
         #: requests granted ahead of this one while it was at the head
         self.overtaken = 0
         #: index of the page that kept it from overtaking the last time

@@ -150,6 +150,8 @@ class Reclaimer:
         frame = entry.unbind()
         if self._debug:
             frame.fill(POISON)
+        if self._debug or not self.pool.private:
+            entry.padded = entry.content_bytes == entry.nbytes
         self._gone(entry)
         return frame
 

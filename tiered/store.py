@@ -170,6 +170,8 @@ class Store:
                     lease.event.set()
         if not ready:
             self._wait(lease)
+        for padded in lease.paddings:
+            padded.view()[padded.content_bytes :] = 0
         if self._faults is not None:
             self._faults.delay()
         lease.held = True

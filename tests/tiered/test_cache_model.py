@@ -113,6 +113,9 @@ class CacheMachine(RuleBasedStateMachine):
                     self.cache.filled(entry)
                     again = True
                 if lease.granted and not lease.unfilled and not lease.held:
+                    for entry in lease.paddings:
+                        entry.view()[entry.content_bytes :] = 0
+                    lease.paddings = []
                     lease.held = True
                     for page, intent, array in zip(lease.pages, lease.intents, lease.arrays, strict=True):
                         if intent is not Intent.OVERWRITE:

@@ -148,16 +148,15 @@ class StoreMachine(RuleBasedStateMachine):
         lease = self.store.acquire(uses, scheduled=scheduled)
         self.used += len(uses)
         for (page, intent), array in zip(uses, lease.arrays, strict=True):
-            assert len(array) == LAYOUT.page_nbytes(page)
+            whole = LAYOUT.page_nbytes(page) if intent is Intent.READ else content_bytes(LAYOUT, page)
+            assert len(array) == whole
             assert array.ctypes.data % 4096 == 0
             if intent is not Intent.OVERWRITE:
                 self.check(page, array)
             if intent in (Intent.UPDATE, Intent.OVERWRITE):
                 self.version += 1
                 self.truth[page] = pattern(LAYOUT, page, self.version)
-                # The padding is the store's to clear.
-                array[:] = 0x55
-                array[: content_bytes(LAYOUT, page)] = np.frombuffer(self.truth[page], dtype=np.uint8)
+                array[:] = np.frombuffer(self.truth[page], dtype=np.uint8)
             elif intent is Intent.CONSUME:
                 array[:] = 0x66
                 del self.truth[page]
