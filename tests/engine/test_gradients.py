@@ -136,7 +136,8 @@ class Buffers:
         self.buffers = GradientBuffers(
             Device("cpu", CopyFaults(0)), self.downloader, UNITS,  # type: ignore[arg-type]
             {unit.name: "layers" for unit in UNITS}, {"layers": (2, UNITS[0].numel)}, Trace(),
-            stored=lambda page: self.stored.append(page.unit), closed=lambda unit: self.closed.append(unit.name),
+            stored=lambda page: self.stored.append(page.unit),
+            closed=lambda unit: self.closed.append(unit.name),
         )  # fmt: skip
 
     def fill(self, index: int, scale: float = 1.0) -> None:
