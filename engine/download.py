@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -101,7 +102,7 @@ class Downloader:
                     content = self._content(page, source)
                     lane.copy_out(lease.arrays[0][: content.numel()], content)
                     lane.when_done(lambda page=page, lease=lease: self._give_back(page, lease, stored))  # type: ignore[misc]
-            lane.when_done(done)
+            lane.when_done(partial(_finish, done, source))
         except BaseException as error:
             self._failed = self._failed or error
             self._report_failure(error)
@@ -125,3 +126,10 @@ class Downloader:
         self._store.release(lease)
         self._credits.release()
         stored(page)
+
+
+def _finish(done: Callable[[], None], source: torch.Tensor) -> None:
+    """Called with `source`, which so lives until its last copy is done: torch would give the memory of a
+    tensor that nobody holds to the next kernel of the compute lane.
+    """
+    done()
