@@ -92,6 +92,24 @@ def test_who_updates_and_when_changes_nothing(tmp_path: Path, tiers: str, early:
         assert same_bits(planes, expected[1]) == []
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["deferred", "in-backward"])
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
+def test_units_that_stay_on_the_gpu_change_nothing(grad_dtype: str, early: bool) -> None:
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=None, grad_dtype=grad_dtype)  # type: ignore[arg-type]
+    expected = result(setup(optimizer=optimizer))
+    made = setup(optimizer=replace(optimizer, check_finite=not early))
+    with rig(made) as run:
+        least = run.plan.gpu_bytes
+    with rig(made.but(gpu_all=True)) as run:
+        most = run.plan.gpu_bytes
+    for budget, seed in [((least + most) // 2, 1), (most, None)]:
+        with rig(made.but(gpu=budget)) as run:
+            assert 0 < len(run.plan.device.resident)
+        losses, planes = result(made.but(gpu=budget, faults_seed=seed))
+        assert losses == expected[0]
+        assert same_bits(planes, expected[1]) == []
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_steady_step_allocates_nothing_and_waits_for_the_device_once() -> None:
     """By torch's own counts: no memory is taken from the driver, nothing is registered, no thread waits for a
