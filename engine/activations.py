@@ -51,10 +51,16 @@ class ActivationStash:
             return
         with self._trace.stall("activations", activation_unit(layer)):
             self._room.acquire()
-        # The downloader holds it until its bytes are in DRAM, whatever the layers do meanwhile.
-        content = hidden.contiguous().view(-1).view(torch.uint8)
+        # Kept until its bytes are in DRAM: without it, the allocator gives the memory to the layers that come,
+        # while the download lane still reads it.
+        kept = [hidden.contiguous().view(-1).view(torch.uint8)]
+
+        def done() -> None:
+            kept.clear()
+            self._room.release()
+
         job = self._downloader.submit(
-            activation_unit(layer), "activation", content, self._device.compute.record(), self._room.release
+            activation_unit(layer), "activation", kept[0], self._device.compute.record(), done
         )
         job.add_done_callback(lambda job: _settle(self._stored[layer], job.exception()))
 
