@@ -51,7 +51,7 @@ class ActivationStash:
             return
         with self._trace.stall("activations", activation_unit(layer)):
             self._room.acquire()
-        # Kept until its bytes are in DRAM: without it, the allocator gives the memory to the layers that come,
+        # Lives until its bytes are in DRAM: else the allocator would give the memory to the layers that come,
         # while the download lane still reads it.
         kept = [hidden.contiguous().view(-1).view(torch.uint8)]
 
