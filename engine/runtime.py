@@ -143,6 +143,7 @@ class Runtime:
     def planes_changed(self) -> None:
         """Someone else has written planes of the store since the last `flush`."""
         self._state.invalidate()
+        self._device_is_stale = True
 
     def traffic(self) -> Traffic:
         """What has moved so far. `gpu` counts copies both ways, `dram` page uses, `nvme` I/O."""

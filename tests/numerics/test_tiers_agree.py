@@ -290,3 +290,22 @@ def test_an_inf_in_the_gradient_reached_last_changes_nothing(tmp_path: Path, whe
         outcomes += run.train([last])
         assert [(o.loss, o.verdict) for o in (outcomes[0], outcomes[2])] == expected
         assert same_bits(run.planes(), expected_planes) == []
+
+
+def test_weights_written_by_others_after_a_skipped_step_are_uploaded_anew() -> None:
+    """After a skip the slots are right, until somebody else changes the store."""
+    setup = base(clip=True, chunks=1, tied=False, dtype="float32")
+    bad, after = batches(2)
+
+    def loss_with_other_weights(*, skip: bool) -> float:
+        with rig(setup) as run:
+            if skip:
+                poison_last_gradient(run, "embed", at_step=0)
+                assert run.train([bad])[0].verdict.skipped
+            run.runtime.flush()
+            for unit in run.units.in_forward_order:
+                run.store.write_range(unit.name, "weight", 0, run.plane(unit.name, "weight") / 2)
+            run.runtime.planes_changed()
+            return run.train([after])[0].loss
+
+    assert loss_with_other_weights(skip=True) == loss_with_other_weights(skip=False)
