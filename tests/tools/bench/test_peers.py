@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,15 @@ def test_a_peer_that_dies_says_what_it_said_last(job: Job) -> None:
         process.close()
     with pytest.raises(PeerError, match="ended with status 7; it said last: nothing"):
         started("import sys; sys.exit(7)", job)
+
+
+def test_a_peer_that_died_between_turns_says_what_it_said_last(job: Job) -> None:
+    """What was meant for it is dropped when it is closed, and hides nothing."""
+    ready = json.dumps({"settings": {}, "versions": {}})
+    process = started(f"import sys; input(); print({ready!r}, flush=True); sys.exit('burnt')", job)
+    process._process.wait()
+    with pytest.raises(PeerError, match=r"ended with status 1; it said last: burnt\."), closing(process):
+        process.run(1)
 
 
 def test_a_peer_that_does_not_answer_is_ended(job: Job) -> None:

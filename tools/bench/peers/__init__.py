@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -153,7 +153,8 @@ class PeerProcess:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            stream.close()
+            with suppress(BrokenPipeError):  # a line that it did not live to read
+                stream.close()
 
     def _ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
         late = threading.Event()
