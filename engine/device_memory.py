@@ -58,13 +58,19 @@ def divide(
         passing_nbytes: for pages that pass through.
 
     Raises:
-        BudgetError: the budget holds less than two layers beside the ends.
+        BudgetError: the budget holds neither all units nor two layers beside the ends.
     """
     division = _Division(units, layout, boundary_nbytes, passing_nbytes)
-    least = division.made((), division.least_slots(()))
+    order = tuple(unit.name for unit in units.in_forward_order)
+    # Not always less with fewer that stay: with all of them no page passes through, and no slot is shared.
+    *most_first, least = (
+        division.made(order[:count], division.least_slots(order[:count]))
+        for count in range(len(order), -1, -1)
+    )
     if budget is None:
         return least
-    if least.nbytes > budget:
+    best = next((memory for memory in (*most_first, least) if memory.nbytes <= budget), None)
+    if best is None:
         layer_nbytes = least.slots[LAYER_GROUP][1]
         rest = least.nbytes - least.layer_slots * layer_nbytes
         raise BudgetError(
@@ -73,13 +79,6 @@ def divide(
             f"({format_bytes(rest)}) need {format_bytes(least.nbytes)}; raise tiers.gpu, or lower "
             "train.rows_per_step"
         )
-    best = least
-    for unit in units.in_forward_order:
-        more = (*best.resident, unit.name)
-        candidate = division.made(more, division.least_slots(more))
-        if candidate.nbytes > budget:
-            break
-        best = candidate
     streamed = len(units.layers) - sum(name in best.resident for name in division.layer_names)
     if LAYER_GROUP in best.slots:
         spare = (budget - best.nbytes) // best.slots[LAYER_GROUP][1]

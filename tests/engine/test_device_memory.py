@@ -62,6 +62,17 @@ def test_a_larger_budget_keeps_more_and_never_takes_more_than_it_is() -> None:
     assert kept[0] < kept[-1]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_last_unit_stays_where_only_pages_that_pass_through_are_too_much(tied: bool) -> None:
+    """All units take less than all but one: then nothing passes through, and no slot is shared."""
+    optimizer = OptimizerConfig(placement="gpu")
+    setup = Setup(config=tiny_config("qwen2", tied=tied), dtype="bfloat16", optimizer=optimizer, page=1 << 16)
+    with rig(setup.but(gpu_all=True)) as run:
+        everything, order = run.plan.gpu_bytes, [unit.name for unit in run.units.in_forward_order]
+    ((nbytes, resident, _),) = plans(setup, [everything])
+    assert (nbytes, list(resident)) == (everything, order)
+
+
 def test_gradients_of_units_that_stay_take_no_dram() -> None:
     setup = Setup(config=tiny_config("qwen2"), dtype="bfloat16")
     with rig(setup) as streamed, rig(setup.but(gpu_all=True)) as resident:
@@ -75,7 +86,8 @@ def test_too_little_is_refused_with_what_is_needed() -> None:
     setup = Setup(config=tiny_config("qwen2"), dtype="bfloat16")
     with rig(setup) as run:
         least = run.plan.gpu_bytes
-    with pytest.raises(BudgetError, match=r"tiers\.gpu is .* need .*; raise tiers\.gpu"), rig(
-        replace(setup, gpu=least - 1)
+    with (
+        pytest.raises(BudgetError, match=r"tiers\.gpu is .* need .*; raise tiers\.gpu"),
+        rig(replace(setup, gpu=least - 1)),
     ):
         pass
