@@ -26,13 +26,16 @@ def last_projection(
 ) -> tuple[torch.Tensor, nn.Linear | None]:
     """Runs a layer, with gradients, and finds the linear module whose output nothing needs.
 
+    Uses that autograd does not record (under `no_grad`, of `detach()`, in hooks) are not seen: a layer that
+    made its result depend on the output in such a way would get other gradients. None of transformers does.
+
     Returns:
         What `run` gave; the module, or None if the layer ends in another way.
     """
     outputs: list[tuple[nn.Linear, Any]] = []
 
-    def observed(linear: nn.Linear, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        output = forward(*args)
+    def observed(linear: nn.Linear, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        output = forward()
         outputs.append((linear, output.grad_fn))
         return output
 
@@ -48,9 +51,9 @@ def last_projection(
 def without_output(linear: nn.Linear | None) -> Iterator[None]:
     """Within, the module's output has the right shape and graph, and no content. None: nothing changes."""
 
-    def unproduced(_: nn.Linear, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    def unproduced(_: nn.Linear, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         with _ProductsLeftOut():
-            return forward(*args)
+            return forward()
 
     with _replaced_forwards([] if linear is None else [linear], unproduced):
         yield
@@ -65,11 +68,15 @@ class _ProductsLeftOut(TorchDispatchMode):
 
 
 @contextmanager
-def _replaced_forwards(linears: list[nn.Linear], by: Callable[..., torch.Tensor]) -> Iterator[None]:
+def _replaced_forwards(
+    linears: list[nn.Linear], by: Callable[[nn.Linear, Callable[[], torch.Tensor]], torch.Tensor]
+) -> Iterator[None]:
+    def replaced(linear: nn.Linear, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: by(linear, lambda: plain(*args, **kwargs))
+
     before = [linear.__dict__.get("forward") for linear in linears]
     for linear in linears:
-        plain = linear.forward
-        linear.forward = lambda *args, linear=linear, plain=plain: by(linear, plain, *args)  # type: ignore[method-assign]
+        linear.forward = replaced(linear, linear.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -43,6 +43,7 @@ def gradients(layer: Layer, x: torch.Tensor, out: torch.Tensor) -> list[torch.Te
 
 ENDS = {
     "summed": (lambda layer, x, h: x + layer.down(h), True),
+    "called by keyword": (lambda layer, x, h: x + layer.down(input=h), True),
     "bare": (lambda layer, x, h: layer.down(h), True),
     "summed twice": (lambda layer, x, h: x + (layer.down(h) + x), True),
     "multiplied": (lambda layer, x, h: x + layer.down(h) * 2.0 * x, False),
