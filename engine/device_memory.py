@@ -86,6 +86,11 @@ def divide(
     return best
 
 
+def rounds_gradients(layout: Layout) -> bool:
+    """Whether pages of gradients are rounded on their way down, in buffers of their own."""
+    return any(spec.plane == "grad" and spec.dtype == "bfloat16" for spec in layout.planes.values())
+
+
 class _Division:
     def __init__(
         self, units: ModelUnits, layout: Layout, boundary_nbytes: int | None, passing_nbytes: int

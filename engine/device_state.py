@@ -65,7 +65,7 @@ class DeviceState:
             for (name, plane), buffer in self._planes.items()
             if name == unit.name
         }
-        if self._config.grad_dtype == "bfloat16":  # the bits of a gradient that waited in the store
+        if unit.dtype == self._config.grad_dtype == "bfloat16":  # the bits of one that waited in the store
             gradient = self._rounded(gradient)
         planes["grad"] = gradient
         with self._trace.on_lane(Track.COMPUTE, self._device.compute, "adamw", unit.name):

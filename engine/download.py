@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from tierstream.engine.device import Device, Event
-from tierstream.engine.device_memory import IN_FLIGHT_PAGES
+from tierstream.engine.device_memory import IN_FLIGHT_PAGES, rounds_gradients
 from tierstream.engine.trace import Trace, Track
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.lease import Lease
@@ -41,11 +41,10 @@ class Downloader:
         self._report_failure = failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="downloader")
         self._credits = threading.BoundedSemaphore(IN_FLIGHT_PAGES)
-        rounds = any(spec.plane == "grad" and spec.dtype == "bfloat16" for spec in layout.planes.values())
         # A page's turn comes again when its copy is done: no more are in flight than there are buffers.
         self._rounded = itertools.cycle(
             [device.buffer(layout.page_bytes).view(torch.bfloat16) for _ in range(IN_FLIGHT_PAGES)]
-            if rounds
+            if rounds_gradients(layout)
             else []
         )
         self._failed: BaseException | None = None

@@ -47,7 +47,8 @@ class OptimizerConfig:
     B/param).
     """
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which a step's summed gradient waits for the update. It is always summed in fp32."""
+    """Type in which a step's summed gradient waits for the update: float32, or bfloat16 for weights in
+    bfloat16. It is always summed in fp32."""
     check_finite: bool = True
     """Skip a step whose gradient is not finite. False, which takes clip_norm: null, lets updates start during
     backward; a gradient that is not finite then ends the run, and the weights are those of the last

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.device_memory import IN_FLIGHT_PAGES, DeviceMemory, divide
+from tierstream.engine.device_memory import IN_FLIGHT_PAGES, DeviceMemory, divide, rounds_gradients
 from tierstream.engine.granules import DEVICE_GRANULES, device_granule_nbytes
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
@@ -27,8 +27,8 @@ STATE_FOLDER = "tierstream-state"
 _PAGE_MAX_BYTES = 64 << 20
 #: And a DRAM budget smaller than the state holds at least this many pages, so that eviction has a choice.
 _FRAMES_WANTED = 384
-#: Fewest frames with which every consumer can hold what it needs at once: an update granule (10 pages in the
-#: widest mode), 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
+#: Fewest frames with which all go on: an update granule (9 pages in the widest mode; workers take turns where
+#: frames are few), 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
 _FRAMES_MIN = 24
 #: Share of the memory that is free at start which an automatic DRAM budget takes.
 _AUTO_DRAM_SHARE = 0.7
@@ -234,7 +234,7 @@ def make_plan(
     layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers, host_bytes))
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     passing = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
-    passing += IN_FLIGHT_PAGES * layout.page_bytes if optimizer.grad_dtype == "bfloat16" else 0
+    passing += IN_FLIGHT_PAGES * layout.page_bytes if rounds_gradients(layout) else 0
     memory = divide(units, layout, boundary_nbytes=boundary, passing_nbytes=passing, budget=tiers.gpu)
     layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident)
     dram = size_dram(tiers, layout, available_bytes, memory.nbytes if device_in_host else 0)

@@ -96,13 +96,19 @@ def find_units(model: Any) -> ModelUnits:
 
 
 def state_planes(unit: Unit, *, master: str, grad_dtype: str) -> list[PlaneSpec]:
-    """The planes of one unit (docs/design.md section 3); `grad` is the only one that is not durable."""
+    """The planes of one unit (docs/design.md section 3); `grad` is the only one that is not durable.
+
+    Args:
+        grad_dtype: of units in bfloat16. That of a unit in fp32 is fp32: with narrower elements than its
+            weights, a page of it would belong to two granules.
+    """
     kinds: list[tuple[str, str]] = [("weight", unit.dtype)]
     if unit.dtype == "bfloat16":
         kinds.append(("master_low", "uint16") if master == "split" else ("master", "float32"))
     kinds += [("exp_avg", "float32"), ("exp_avg_sq", "float32")]
     planes = [PlaneSpec(unit.name, plane, dtype, unit.numel, True, unit.tensors) for plane, dtype in kinds]
-    return [*planes, PlaneSpec(unit.name, "grad", grad_dtype, unit.numel, False, unit.tensors)]
+    waits_as = grad_dtype if unit.dtype == "bfloat16" else "float32"
+    return [*planes, PlaneSpec(unit.name, "grad", waits_as, unit.numel, False, unit.tensors)]
 
 
 def activation_unit(index: int) -> str:

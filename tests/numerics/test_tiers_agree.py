@@ -237,6 +237,19 @@ def test_gradients_kept_in_bfloat16_agree_between_tiers(tmp_path: Path, grad_dty
         assert same_bits(planes, expected[1]) == []
 
 
+@pytest.mark.parametrize("placement", ["cpu", "gpu"])
+def test_gradients_of_fp32_weights_wait_in_fp32(placement: str) -> None:
+    """A page of bfloat16 gradients would lie over two pages of such weights."""
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=0.05, placement=placement)  # type: ignore[arg-type]
+    wide = base(clip=True, chunks=1, tied=True, dtype="float32").but(optimizer=optimizer, page=4096)
+    narrow = wide.but(optimizer=replace(optimizer, grad_dtype="bfloat16"))
+    losses, planes = result(wide, steps=2)
+    for other in (narrow, narrow.but(gpu_all=True)):
+        found = result(other, steps=2)
+        assert found[0] == losses
+        assert same_bits(found[1], planes) == []
+
+
 def test_flush_between_steps_changes_nothing() -> None:
     """The deferred update gives the bits of an update at the end of the step."""
     setup = base(clip=True, chunks=1, tied=True)
