@@ -145,9 +145,7 @@ def plan_bound(
         read_bytes=reads * plan.page_bytes,
         written_bytes=writes * plan.page_bytes,
         device_update_bytes=(
-            sum(spec.nbytes for spec in streamed if spec.plane != "activation")
-            if plan.gpu_updates
-            else 0
+            sum(spec.nbytes for spec in streamed if spec.plane != "activation") if plan.gpu_updates else 0
         ),
         cpu_updates=plan.cpu_updates,
     )

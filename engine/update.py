@@ -27,6 +27,7 @@ from tierstream.tiered.store import Intent, Store
 #: While one computes, with all threads, the other gets the next pages.
 _CPU_WORKERS = (Track.UPDATER, Track.SECOND_UPDATER)
 
+
 class UpdateDriver:
     """Threads that update granules; see `UpdateQueue` for their order.
 

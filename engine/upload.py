@@ -157,9 +157,7 @@ class Uploader:
             by_group.setdefault(upload.group, []).append(index)
         assignments: list[Assignment | None] = [None] * len(uploads)
         held_after = {
-            name: [
-                None if stale or (content and content[1] == "activation") else content for content in held
-            ]
+            name: [None if stale or (content and content[1] == "activation") else content for content in held]
             if name not in self._resident
             else held
             for name, held in self._held.items()
@@ -280,4 +278,3 @@ class Uploader:
     def _give_back(self, lease: object) -> None:
         self._store.release(lease)  # type: ignore[arg-type]
         self._credits.release()
-
