@@ -123,7 +123,7 @@ def keep_gradients(run: Rig) -> dict[str, np.ndarray]:
 
 
 @EARLY
-def test_bytes_through_the_device_are_those_of_the_pages(
+def test_bytes_through_the_device_are_those_of_the_planes(
     monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
     updates = 3
@@ -131,9 +131,9 @@ def test_bytes_through_the_device_are_those_of_the_pages(
         run.train(batches(updates))
         run.runtime.flush()
         runtime, layout = run.runtime, run.layout
-        uses = [use for unit in run.units.in_forward_order for use in runtime.updates.uses(unit)]
-        up = sum(layout.page_nbytes(page) for page, _ in uses)
-        down = sum(layout.page_nbytes(page) for page, intent in uses if intent is Intent.UPDATE)
+        streamed = [spec for spec in layout.planes.values() if spec.plane != "activation"]
+        up = sum(spec.nbytes for spec in streamed)
+        down = sum(spec.nbytes for spec in streamed if spec.durable)
         assert down < up
         assert runtime.updates.device_bytes == (updates * up, updates * down)
         moved = runtime.traffic()
