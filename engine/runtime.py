@@ -115,7 +115,8 @@ class Runtime:
         self.steady_schedule = self._schedule(self._steady_plan, updating=not config.updates_in_backward)
         self._following = [page for page, _ in self.steady_schedule]
         self._pending: Verdict | None = None
-        self._unconditional: Verdict | None = None
+        #: of the step under way, for updates during its backward
+        self._unconditional = unconditional(config, applied_updates, total_updates)
         self._device_is_stale = True
 
     def step(self, batch: Batch) -> StepOutcome:
@@ -169,9 +170,9 @@ class Runtime:
         self.device.close()
 
     def _step(self, batch: Batch) -> StepOutcome:
-        verdict = unconditional(self._config, self.applied_updates, self._total_updates)
+        self._unconditional = unconditional(self._config, self.applied_updates, self._total_updates)
         if batch.trained_tokens == 0:
-            return StepOutcome(math.nan, verdict)
+            return StepOutcome(math.nan, self._unconditional)
         pending, self._pending = self._pending, None
         if self._device_is_stale and (pending is not None or self._config.updates_in_backward):
             plan, pages = self._steady_plan, self._following
@@ -185,7 +186,6 @@ class Runtime:
             self.updates.begin(pending, unlimited=not self.store.on_drives)
             self._update_resident(pending)
         self.updates.queue.want_in_forward_order()
-        self._unconditional = verdict
         loss = self._sweep.run(plan, batch)
         value, sums = self._gradients.loss_and_sums_of_squares(loss)
         return StepOutcome(value, self._conclude(sums, value))
@@ -216,7 +216,7 @@ class Runtime:
 
     def _update_now(self, unit: Unit) -> None:
         """The gradient of a unit is complete on the device."""
-        if not self._config.updates_in_backward or self._unconditional is None:
+        if not self._config.updates_in_backward:
             return
         if unit in self._resident:
             self._update_on_device(unit, self._unconditional)
