@@ -51,16 +51,10 @@ class ActivationStash:
             return
         with self._trace.stall("activations", activation_unit(layer)):
             self._room.acquire()
-        # Lives until its bytes are in DRAM: else the allocator would give the memory to the layers that come,
-        # while the download lane still reads it.
-        kept = [hidden.contiguous().view(-1).view(torch.uint8)]
-
-        def done() -> None:
-            kept.clear()
-            self._room.release()
-
+        # The downloader holds it until its bytes are in DRAM, whatever the layers do meanwhile.
+        content = hidden.contiguous().view(-1).view(torch.uint8)
         job = self._downloader.submit(
-            activation_unit(layer), "activation", kept[0], self._device.compute.record(), done
+            activation_unit(layer), "activation", content, self._device.compute.record(), self._room.release
         )
         job.add_done_callback(lambda job: _settle(self._stored[layer], job.exception()))
 

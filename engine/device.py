@@ -191,12 +191,15 @@ class CudaLane:
 
     def _watch(self) -> None:
         while (watched := self._watched.get()) is not None:
-            event, callback = watched
-            for finish in (event.synchronize, callback):  # others wait for the callback, after an error too
-                try:
-                    finish()
-                except BaseException as error:
-                    self._failure = self._failure or error
+            self._finish(*watched)
+            del watched  # and what the callback holds: device memory, perhaps
+
+    def _finish(self, event: Event, callback: Callable[[], None]) -> None:
+        for call in (event.synchronize, callback):  # others wait for the callback, after an error too
+            try:
+                call()
+            except BaseException as error:
+                self._failure = self._failure or error
 
     def close(self) -> None:
         self._watched.put(None)

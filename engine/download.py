@@ -63,8 +63,7 @@ class Downloader:
         """Queue the plane's content for its pages.
 
         Args:
-            source: flat, on the device; of the plane's dtype, or fp32 for a bfloat16 plane. The caller keeps
-                it until `done`: copies may go on when nothing here refers to it any more.
+            source: flat, on the device; of the plane's dtype, or fp32 for a bfloat16 one. Held until `done`.
             ready: point of the compute lane after which the source is whole.
             done: called on the host when all is in DRAM and the source may be reused.
             stored: called on the host for every page that is in DRAM.

@@ -230,8 +230,7 @@ def make_plan(
     )
     layer_nbytes = max(unit.numel for unit in units.layers) * item_bytes
     state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
-    host_bytes = available_bytes - (tiers.gpu or 0 if device_in_host else 0)
-    layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers, host_bytes))
+    layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers, available_bytes))
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     passing = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
     passing += IN_FLIGHT_PAGES * layout.page_bytes if rounds_gradients(layout) else 0

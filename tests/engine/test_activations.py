@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -70,37 +66,6 @@ def test_forward_waits_when_the_tiers_are_slower() -> None:
     assert put == list(range(6))
     expected_bytes = [values.view(-1).view(torch.uint8) for values in hidden]
     assert all(torch.equal(a, b) for a, b in zip(downloader.seen, expected_bytes, strict=True))
-
-
-class EnqueuingDownloader:
-    """As with a CUDA lane: the job ends when its copies are enqueued, and `done` comes later."""
-
-    def __init__(self) -> None:
-        self.done: list[Callable[[], None]] = []
-
-    def submit(self, unit: str, plane: str, source: Any, ready: Event, done: Callable[[], None]) -> Any:
-        self.done.append(done)
-        job: Future[None] = Future()
-        job.set_result(None)
-        return job
-
-
-def test_a_boundary_is_kept_until_its_bytes_are_in_dram() -> None:
-    """Else the allocator would give its memory to the next layers while the copies read it."""
-    downloader = EnqueuingDownloader()
-    stash = ActivationStash(Device(), downloader, 1, Trace(), on_device=False)  # type: ignore[arg-type]
-    stash.begin_step()
-    memory = np.zeros(24, np.float32)
-    held = weakref.ref(memory)
-    hidden = torch.from_numpy(memory).view(2, 3, 4)
-    del memory
-    stash.put(0, hidden)
-    del hidden
-    stash.wait_stored(0)
-    gc.collect()
-    assert held() is not None
-    downloader.done[0]()
-    assert held() is None, "it is kept although the watcher of a lane holds on to `done`"
 
 
 def test_abort_wakes_whoever_waits_for_an_activation_that_will_not_come() -> None:
