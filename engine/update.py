@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -106,17 +107,16 @@ class UpdateDriver:
             queue.failed(error)
 
 
-class _Worker:
+class _Worker(Protocol):
     """Updates granules somewhere."""
 
     def update(
         self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
     ) -> None:
         """Update one granule, and tell the queue when it is finished, now or later from another thread."""
-        raise NotImplementedError
 
 
-class _CpuWorker(_Worker):
+class _CpuWorker:
     """In place, in DRAM. May be called from several threads."""
 
     def __init__(self, store: Store, dtypes: Mapping[tuple[str, str], str], threads: int) -> None:
@@ -138,7 +138,7 @@ class _CpuWorker(_Worker):
         queue.finished(granule)
 
 
-class _DeviceWorker(_Worker):
+class _DeviceWorker:
     """Through buffers on the device. Each has a lane of its own: while one granule comes, another goes."""
 
     def __init__(
