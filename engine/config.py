@@ -48,7 +48,7 @@ class TrainConfig:
     debug: bool = False
     """Fill freed buffers with NaN and check every state transition; slow."""
     trace_steps: int = 0
-    """Steps to record in run_dir/trace.json for ui.perfetto.dev, after two that warm up."""
+    """Steps to record, after two that warm up: run_dir/trace.json for ui.perfetto.dev, and trace.png."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "rows_per_step", "loss_chunk_tokens"):

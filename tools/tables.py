@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TextIO
 
 from rich import box
@@ -136,7 +137,7 @@ def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
 
 def _print_trace(console: Console, summary: RunSummary) -> None:
     """What the device did in the traced steps, in few lines, and where to see more."""
-    if not summary.traced:
+    if summary.trace is None:
         return
     total_s = sum(step.step_s for step in summary.traced)
     busy_s = sum(step.busy_s for step in summary.traced)
@@ -146,6 +147,8 @@ def _print_trace(console: Console, summary: RunSummary) -> None:
     shares = [f"{cause} {100 * seconds / total_s:.1f} %" for cause, seconds in _longest_first(idle_s)]
     console.print(f"  ({', '.join(shares[:5])})")
     console.print(f"{summary.trace}: open it in https://ui.perfetto.dev", soft_wrap=True)
+    picture = Path(summary.trace).with_suffix(".png")
+    console.print(f"{picture}: one of these steps as a picture", soft_wrap=True)
 
 
 def _traffic_line(directory: str, drive: DriveTotals) -> str:

@@ -163,6 +163,7 @@ def test_a_traced_run_says_what_the_device_waited_for() -> None:
     assert "xxx" not in before
     lines = shown.splitlines()
     last = lines.index(f"{path}: open it in https://ui.perfetto.dev")
+    assert lines[last + 1] == f"{path.removesuffix('.json')}.png: one of these steps as a picture"
     assert last <= 4
     assert " ".join(line.strip() for line in lines[:last]) == (
         "steps 3 to 4: computing 50.0 % of the time, else waiting for "
