@@ -101,7 +101,10 @@ def _draw_panel(axes: Axes, spec: PlotSpec, measurements: Sequence[Measurement])
     if spec.log_x:
         axes.set_xscale("log", base=2)
     texts = [label_value(spec.x, value) for value in places]
-    axes.set_xticks(list(places.values()), texts, rotation=45 if len("".join(texts)) > 40 else 0)
+    axes.set_xticks(list(places.values()), texts)
+    if len("".join(texts)) > 40:
+        for label in axes.get_xticklabels():
+            label.set(rotation=45, ha="right", rotation_mode="anchor")  # a slanted text ends at its tick
     axes.minorticks_off()
     axes.set_xlabel(label_name(spec.x))
     axes.set_ylabel(_height_name(spec, measurements[0].unit))
