@@ -67,10 +67,10 @@ RUNS: Mapping[str, Sequence[str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, help="directory for the results")
     parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
-    parser.add_argument("--nvme-dir", default="/tmp")
-    parser.add_argument("--profile")
+    parser.add_argument("--nvme-dir", default="/tmp", help="a drive for runs that need one")
+    parser.add_argument("--profile", help="machine profile of tierstream bench --profile; default: measured")
     parser.add_argument("--commit", help="what is installed; default: that of this checkout")
     args = parser.parse_args(argv)
     if unknown := set(args.runs) - set(RUNS):

@@ -169,8 +169,9 @@ def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_byt
             )
     if config.nvme_dirs is None and budget < everything:
         raise BudgetError(
-            f"the state needs {format_bytes(everything)} and tiers.dram holds {format_bytes(budget)}; name "
-            "drives in tiers.nvme_dirs, or raise tiers.dram"
+            f"the state needs {format_bytes(everything)} and "
+            f"{'host memory' if config.dram is None else 'tiers.dram'} holds {format_bytes(max(budget, 0))}; "
+            "name drives in tiers.nvme_dirs, or raise tiers.dram"
         )
     budget = min(budget, everything) // page * page
     if config.nvme_dirs is not None and budget < min(_FRAMES_MIN * page, everything):

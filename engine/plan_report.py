@@ -72,9 +72,12 @@ def describe_plan(
 
 
 def _on_device(plan: Plan, units: ModelUnits) -> str:
+    resident, everything = len(plan.device.resident), len(units.in_forward_order)
     streamed = f"{plan.device.layer_slots} of {len(units.layers)} layers, ends, gradient sums"
-    resident = plan.device.resident
-    return f"{streamed}; all state of {len(resident)} units" if resident else streamed
+    if not resident:
+        return streamed
+    stays = f"all state of {resident} of {everything} units"
+    return stays if resident == everything else f"{stays}; of the rest {streamed}"
 
 
 def _drive_plan(drive: KnownDrive, tier: assemble.Drives) -> DrivePlan:

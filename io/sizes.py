@@ -8,6 +8,6 @@ def format_bytes(nbytes: int) -> str:
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
+            return f"{int(nbytes)} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"

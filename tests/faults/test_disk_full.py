@@ -239,7 +239,6 @@ def test_a_failing_drive_stops_the_step_that_needs_it(
     """Whichever thread meets the failure, none hangs; after the checkpoint of step 2, in the middle of step
     3.
     """
-    config = make(tmp_path)
     armed = threading.Event()
     failed: list[str] = []
     inside = re.compile(f"/tierstream-state/.*/{plane}/c/")
@@ -251,12 +250,20 @@ def test_a_failing_drive_stops_the_step_that_needs_it(
             failed.append(call.path)
             raise OSError(number, os.strerror(number))
 
-    with seam.injected(FaultySyscalls(fault)):
-        verb = "writing" if name == "pwritev" else "reading"
-        said = [f"{verb} {tmp_path}/state/tierstream-state/", f"/{plane}/c/", f"errno {number}"]
-        command.refused_train(config, said)
-    assert failed
-    # Which step is the first to spill is a matter of timing: several threads update.
+    # Whether a gradient or a boundary is spilled, and in which step, is a matter of timing: several threads
+    # update. A run in which none was has nothing to show.
+    for attempt in range(10):
+        config = make(tmp_path / str(attempt))
+        armed.clear()
+        with seam.injected(FaultySyscalls(fault)):
+            status, _, err = command.train(config)
+        if failed:
+            break
+        assert status == 0
+    verb = "writing" if name == "pwritev" else "reading"
+    said = [f"{verb} {config.run_dir[:-3]}state/tierstream-state/", f"/{plane}/c/", f"errno {number}"]
+    assert (status, err.count("tierstream: "), "Traceback" in err) == (2, 1, False)
+    assert [text for text in said if text not in err] == [], err
     newest = checkpoints(Path(config.run_dir) / "checkpoints")[-1][0]
     assert newest in (2, 3)
     only_whole_checkpoints(command, config, newest)
