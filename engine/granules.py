@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, Page, Unit, round_up
 from tierstream.tiered.store import Intent
@@ -24,6 +25,17 @@ class Call:
 
     decay: bool
     pieces: Mapping[str, tuple[int, int, int]]
+
+    def planes(self, pages: Sequence[Any], dtypes: Mapping[str, Any]) -> dict[str, Any]:
+        """Plane -> its elements, as views into the bytes of the granule's pages, wherever these are.
+
+        Args:
+            pages: flat uint8, arrays or tensors. dtypes: plane -> dtype of the same library.
+        """
+        return {
+            plane: pages[index][first:last].view(dtypes[plane])
+            for plane, (index, first, last) in self.pieces.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -50,11 +50,10 @@ class UpdateDriver:
         self._config, self._trace = config, trace
         self._granules = {unit.name: granules(layout, unit) for unit in units}
         self.queue = UpdateQueue(self._granules)
-        dtypes = {
-            (spec.unit, spec.plane): spec.dtype
-            for spec in layout.planes.values()
-            if spec.unit in self._granules
-        }
+        dtypes: dict[str, dict[str, str]] = {unit.name: {} for unit in units}
+        for spec in layout.planes.values():
+            if spec.unit in dtypes:
+                dtypes[spec.unit][spec.plane] = spec.dtype
         self._on_device: _DeviceWorker | None = None
         workers: list[tuple[Track, _Worker]] = []
         if units and config.placement != "gpu":
@@ -64,7 +63,6 @@ class UpdateDriver:
             nbytes = device_granule_nbytes(layout, units)
             self._on_device = _DeviceWorker(store, layout, dtypes, device, nbytes)
             workers.append((Track.DEVICE_UPDATER, self._on_device))
-        self._workers = [worker for _, worker in workers]
         self._threads = [
             threading.Thread(target=self._work, args=pair, name=pair[0], daemon=True) for pair in workers
         ]
@@ -107,6 +105,14 @@ class UpdateDriver:
             queue.failed(error)
 
 
+#: Unit -> plane -> name of its dtype.
+_Dtypes = Mapping[str, Mapping[str, str]]
+
+
+def _translated(dtypes: _Dtypes, to: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {unit: {plane: to[name] for plane, name in own.items()} for unit, own in dtypes.items()}
+
+
 class _Worker(Protocol):
     """Updates granules somewhere."""
 
@@ -119,9 +125,9 @@ class _Worker(Protocol):
 class _CpuWorker:
     """In place, in DRAM. May be called from several threads."""
 
-    def __init__(self, store: Store, dtypes: Mapping[tuple[str, str], str], threads: int) -> None:
+    def __init__(self, store: Store, dtypes: _Dtypes, threads: int) -> None:
         self._store, self._threads = store, threads
-        self._dtypes = {key: NUMPY_DTYPES[dtype] for key, dtype in dtypes.items()}
+        self._dtypes = _translated(dtypes, NUMPY_DTYPES)
 
     def update(
         self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
@@ -130,11 +136,7 @@ class _CpuWorker:
             lease = self._store.acquire(granule.uses)
         with lease, trace.span(track, "adamw", granule.unit):
             for call, own in zip(granule.calls, settings, strict=True):
-                planes = {
-                    plane: lease.arrays[index][first:last].view(self._dtypes[granule.unit, plane])
-                    for plane, (index, first, last) in call.pieces.items()
-                }
-                cpu_adamw(planes, own, self._threads)
+                cpu_adamw(call.planes(lease.arrays, self._dtypes[granule.unit]), own, self._threads)
         queue.finished(granule)
 
 
@@ -142,10 +144,10 @@ class _DeviceWorker:
     """Through buffers on the device. Each has a lane of its own: while one granule comes, another goes."""
 
     def __init__(
-        self, store: Store, layout: Layout, dtypes: Mapping[tuple[str, str], str], device: Device, nbytes: int
+        self, store: Store, layout: Layout, dtypes: _Dtypes, device: Device, nbytes: int
     ) -> None:
         self._store, self._layout, self._device = store, layout, device
-        self._dtypes = {key: TORCH_DTYPES[dtype] for key, dtype in dtypes.items()}
+        self._dtypes = _translated(dtypes, TORCH_DTYPES)
         self._free = threading.Semaphore(DEVICE_GRANULES)
         self._slots: list[tuple[Lane, torch.Tensor]] = [
             (device.lane(), device.buffer(nbytes)) for _ in range(DEVICE_GRANULES)
@@ -171,11 +173,7 @@ class _DeviceWorker:
                 lane.copy_in(part[: array.nbytes], array)
                 self.bytes_up += array.nbytes
             for call, own in zip(granule.calls, settings, strict=True):
-                planes = {
-                    plane: parts[index][first:last].view(self._dtypes[granule.unit, plane])
-                    for plane, (index, first, last) in call.pieces.items()
-                }
-                self._device.kernels.adamw(planes, own)
+                self._device.kernels.adamw(call.planes(parts, self._dtypes[granule.unit]), own)
             for part, array, (_, intent) in zip(parts, lease.arrays, granule.uses, strict=True):
                 if intent is Intent.UPDATE:
                     lane.copy_out(array, part[: array.nbytes])
