@@ -18,11 +18,12 @@ import psutil
 import pytest
 from support.storage_bench import StorageBench
 
-from tierstream.engine.bound import Rates
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.shapes import architecture
 from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import Job, PeerError, PeerProcess
+
+pytestmark = pytest.mark.usefixtures("made_up_rates")
 
 TINY = shlex.split("train --device cpu --rows 2 --seq-len 16 --steps 2 --rounds 1 --dtype float32")
 #: A peer that knows the answer. What it prints must not come between the lines.
@@ -55,14 +56,6 @@ def job(tmp_path: Path) -> Job:
         kernels="plain",
         optimizer=asdict(OptimizerConfig(schedule="constant")),
     )
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> StorageBench:
-    """The command, on a machine whose processor needs no measuring."""
-    rates = Rates(flop_per_s=1e12, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr("tierstream.engine.machine.machine_rates", lambda *args: rates)
-    return StorageBench(capsys)
 
 
 @pytest.fixture

@@ -20,26 +20,19 @@ from support.png import size_of
 from support.storage_bench import StorageBench, everything_under
 
 from tierstream.engine import train_bench
-from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.train_bench import Setting
 from tierstream.io.measure import Measurement
 from tierstream.tools.bench.result import figure, label_value
 from tierstream.tools.bench.training import case_name, difference, plots
 
+pytestmark = pytest.mark.usefixtures("made_up_rates")
+
 TINY = shlex.split("train --device cpu --rows 2 --seq-len 16 --steps 2 --rounds 2 --dtype float32")
 #: Parameters of the tiny shape that are multiplied with: see tests/engine/test_train_bench.py.
 PARAMETERS = 4 * (64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 176 + 2 * 64) + 1000 * 64 + 64
 TOKENS = 2 * 16
 CASES = ["tiered, clip 0.5", "tiered, no clipping", "resident"]
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> StorageBench:
-    """The command, on a machine whose processor needs no measuring."""
-    rates = Rates(flop_per_s=1e12, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr("tierstream.engine.machine.machine_rates", lambda *args: rates)
-    return StorageBench(capsys)
 
 
 @pytest.fixture
