@@ -75,8 +75,8 @@ class TrainBenchOptions(OutputOptions):
     """Rows that run through a layer at once; null: all. The baseline always takes all."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at once, as train.loss_chunk_tokens."""
-    gpu: list[ByteSize] | None = None
-    """Budgets of device memory, as tiers.gpu; null: two layers."""
+    gpu: list[ByteSize | None] | None = None
+    """Budgets of device memory, as tiers.gpu, each a case; null: two layers."""
     dram: ByteSize | None = None
     """Budget of host memory, as tiers.dram; null: all of the state, or 70 % of what is free."""
     nvme_dirs: list[str] | None = None
