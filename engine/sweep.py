@@ -103,11 +103,14 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a step on the device: int64 [rows, seq_len] each; labels are shifted already."""
+    """Rows of a step on the device: int64 [rows, seq_len] each; labels are shifted already.
+
+    `position_ids` may be None where every row counts through.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
-    position_ids: torch.Tensor
+    position_ids: torch.Tensor | None
     trained_tokens: int
 
 

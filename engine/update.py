@@ -61,7 +61,8 @@ class UpdateDriver:
             workers += [(track, worker) for track in _CPU_WORKERS]
         if units and config.updates_on_device(device_in_host=not device.is_cuda, threads=threads):
             nbytes = device_granule_nbytes(layout, units)
-            self._on_device = _DeviceWorker(store, layout, dtypes, device, nbytes)
+            alone = config.placement == "gpu"
+            self._on_device = _DeviceWorker(store, layout, dtypes, device, nbytes, last_first=not alone)
             workers.append((Track.DEVICE_UPDATER, self._on_device))
         self._threads = [
             threading.Thread(target=self._work, args=pair, name=pair[0], daemon=True) for pair in workers
@@ -95,7 +96,7 @@ class UpdateDriver:
         try:
             while True:
                 with trace.wait(track, "work"):
-                    taken = queue.take()
+                    taken = queue.take(last_first=worker.last_first)
                 if taken is None:
                     return
                 granule, verdict = taken
@@ -114,7 +115,13 @@ def _translated(dtypes: _Dtypes, to: Mapping[str, Any]) -> dict[str, dict[str, A
 
 
 class _Worker(Protocol):
-    """Updates granules somewhere."""
+    """Updates granules somewhere.
+
+    Attributes:
+        last_first: it takes those that are wanted last.
+    """
+
+    last_first: bool
 
     def update(
         self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
@@ -124,6 +131,8 @@ class _Worker(Protocol):
 
 class _CpuWorker:
     """In place, in DRAM. May be called from several threads."""
+
+    last_first = False
 
     def __init__(self, store: Store, dtypes: _Dtypes, threads: int) -> None:
         self._store, self._threads = store, threads
@@ -141,11 +150,24 @@ class _CpuWorker:
 
 
 class _DeviceWorker:
-    """Through buffers on the device. Each has a lane of its own: while one granule comes, another goes."""
+    """Through buffers on the device. Each has a lane of its own: while one granule comes, another goes.
+
+    Args:
+        last_first: begin with what is wanted last. Beside workers who begin with the first, no upload then
+            waits for a granule that is on its way through here.
+    """
 
     def __init__(
-        self, store: Store, layout: Layout, dtypes: _Dtypes, device: Device, nbytes: int
+        self,
+        store: Store,
+        layout: Layout,
+        dtypes: _Dtypes,
+        device: Device,
+        nbytes: int,
+        *,
+        last_first: bool,
     ) -> None:
+        self.last_first = last_first
         self._store, self._layout, self._device = store, layout, device
         self._dtypes = _translated(dtypes, TORCH_DTYPES)
         self._free = threading.Semaphore(DEVICE_GRANULES)

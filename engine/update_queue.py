@@ -89,11 +89,15 @@ class UpdateQueue:
         with self._lock:
             self._pending.sort(key=lambda unit: unit.position)
 
-    def take(self) -> tuple[Granule, Verdict] | None:
-        """The next granule, as soon as there is one; None: the queue was closed, or something failed."""
+    def take(self, *, last_first: bool = False) -> tuple[Granule, Verdict] | None:
+        """The next granule, as soon as there is one; None: the queue was closed, or something failed.
+
+        Args:
+            last_first: of the units that may be updated, begin with the one that is wanted last.
+        """
         with self._lock:
             while not self._closed and self._error is None:
-                for unit in self._pending:
+                for unit in reversed(self._pending) if last_first else self._pending:
                     if unit.position >= self._allowed:
                         continue
                     granule = next((g for g in unit.untaken if g.gradient <= self._stored), None)

@@ -98,6 +98,17 @@ def test_a_deferred_update_goes_in_forward_order_as_far_as_it_may(queue: UpdateQ
     upload.result(PATIENCE_S)
 
 
+def test_a_worker_may_begin_with_what_is_wanted_last(queue: UpdateQueue) -> None:
+    """Among the units that may be updated; forward meets others who began with the first."""
+    store(queue, *ALL)
+    queue.decide(UNITS, verdict(1), ahead=3)
+    granule, _ = queue.take(last_first=True) or pytest.fail("closed")
+    assert granule == GRANULES["layers.1"][0]
+    assert [taken(queue) for _ in range(3)] == [*GRANULES["embed"], *GRANULES["layers.0"]]
+    assert taken(queue) == GRANULES["layers.1"][1]
+    queue.finished(granule)
+
+
 def test_a_flush_is_not_held_back(queue: UpdateQueue) -> None:
     store(queue, *ALL)
     queue.decide(UNITS, verdict(1))

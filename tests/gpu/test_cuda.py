@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.rig import PlainTraining, Setup, batches, rig, same_bits, tiny_config
+from support.rig import PlainTraining, Setup, batches, on_device, rig, same_bits, tiny_config
 
 from tierstream.engine.optimizer import OptimizerConfig
-from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Track
 from tierstream.engine.trace_summary import summarise
 
@@ -116,11 +115,8 @@ def test_a_steady_step_allocates_nothing_and_waits_for_the_device_once() -> None
     whole device, and the host reads back one tensor, after the sweep.
     """
     with rig(setup()) as run:
-        device = run.device.torch_device
-        steps = [
-            Batch(b.input_ids.to(device), b.labels.to(device), b.position_ids.to(device), b.trained_tokens)
-            for b in batches(6, rows=run.setup.rows, seq_len=run.setup.seq_len)
-        ]
+        made = batches(6, rows=run.setup.rows, seq_len=run.setup.seq_len)
+        steps = [replace(on_device(batch, run.device.torch_device), position_ids=None) for batch in made]
         for batch in steps[:3]:
             run.runtime.step(batch)
         sweep, run_sweep = run.runtime._sweep, run.runtime._sweep.run
@@ -157,7 +153,7 @@ def test_a_trace_changes_nothing_and_shows_the_order_of_the_lanes(tmp_path: Path
     made = base.but(nvme=tmp_path / "drive", dram=24 * base.page, trace=True)
     with rig(made) as run:
         outcomes = run.train(batches(4, rows=made.rows, seq_len=made.seq_len))
-        spans = sorted(run.trace.spans, key=lambda span: span.begin_s)
+        spans = sorted(run.trace.stop(), key=lambda span: span.begin_s)
         assert [(o.loss, o.verdict.grad_norm) for o in outcomes] == expected[0]
         assert same_bits(run.planes(), expected[1]) == []
     lanes = {t: [s for s in spans if s.track is t] for t in (Track.COMPUTE, Track.UPLOAD, Track.DOWNLOAD)}

@@ -68,22 +68,25 @@ def reference_model(config: Any, dtype: torch.dtype, attention: str = "sdpa") ->
 
 
 def batches(count: int, *, rows: int = ROWS, seq_len: int = SEQ_LEN, seed: int = 5) -> list[Batch]:
-    """Random rows; some labels are not trained on, and documents begin anew inside rows."""
+    """Random rows; some labels are not trained on. In every second step documents begin inside rows."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for _ in range(count):
+    for step in range(count):
         ids = torch.randint(3, VOCABULARY, (rows, seq_len + 1), generator=generator)
         labels = ids[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
-        made.append(
-            Batch(
-                ids[:, :-1].contiguous(),
-                labels,
-                torch.arange(seq_len).repeat(rows, 1),
-                int((labels != -100).sum()),
-            )
-        )
+        positions = None
+        if step % 2:
+            begins = torch.randint(seq_len + 1, (rows, 1), generator=generator)
+            counted = torch.arange(seq_len).repeat(rows, 1)
+            positions = counted - begins * (counted >= begins)
+        made.append(Batch(ids[:, :-1].contiguous(), labels, positions, int((labels != -100).sum())))
     return made
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    tensors = (batch.input_ids, batch.labels, batch.position_ids)
+    return Batch(*(None if each is None else each.to(device) for each in tensors), batch.trained_tokens)
 
 
 @dataclass(frozen=True)
@@ -173,11 +176,7 @@ class Rig:
         )  # fmt: skip
 
     def train(self, steps: list[Batch]) -> list[StepOutcome]:
-        device = self.device.torch_device
-        moved = [
-            Batch(b.input_ids.to(device), b.labels.to(device), b.position_ids.to(device), b.trained_tokens)
-            for b in steps
-        ]
+        moved = [on_device(batch, self.device.torch_device) for batch in steps]
         return [self.runtime.step(batch) for batch in moved]
 
     def planes(self) -> dict[tuple[str, str], np.ndarray]:
