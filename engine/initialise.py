@@ -1,75 +1,144 @@
-"""Seeded random weights for a new model, drawn by the family's own rules, one tensor in memory at a time."""
+"""Seeded random weights for a new model, drawn by the family's own rules, by threads.
+
+The host memory that they take is one tensor's: those drawn at the same time are together no larger than the
+largest.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import initialization
 
+from tierstream import _native
 from tierstream.engine.meta_model import nearest_pretrained, protected
 from tierstream.io.errors import ModelSourceError
-from tierstream.tiered.layout import Unit
+from tierstream.tiered.layout import TensorSpec, Unit
 
 #: `write(unit name, first element, fp32 values)`; the values are valid during the call only.
 WriteRange = Callable[[str, int, NDArray[np.float32]], None]
 
 
-def init_weights(model: Any, units: Iterable[Unit], seed: int, write: WriteRange) -> None:
+def init_weights(
+    model: Any, units: Iterable[Unit], seed: int, write: WriteRange, *, threads: int | None = None
+) -> None:
     """Draw every tensor of `units` in fp32 and hand it to `write`.
 
     The values come from `_init_weights` of the model's family (norms 1, biases 0, matrices with its
     `initializer_range`). The generator is seeded per tensor from `(seed, parameter name)`, so a value depends
-    on nothing else: not on the order, the cut into units, the tiers or the dtype that weights are computed
-    with. Tied parameters are drawn once.
+    on nothing else: not on the order, the cut into units, the threads, the tiers or the dtype that weights
+    are computed with. Tied parameters are drawn once. `model` is not changed.
+
+    Args:
+        write: called by several threads at once, for each tensor once, in about the order of `units`.
+        threads: that draw; by default as many as torch computes with.
 
     Raises:
         ModelSourceError: the family's rules leave a tensor without a finite value.
     """
-    modules = dict(model.named_modules())
-    # The generator of the CPU alone is used; torch.manual_seed would also touch the CUDA ones, which fork_rng
-    # is told to skip.
+    threads = threads or torch.get_num_threads()
+    tensors = [(unit.name, spec) for unit in units for spec in unit.tensors]
+    numel_max = max((spec.numel for _, spec in tensors), default=0)
+
+    @torch.no_grad()  # holds for one thread only
+    def draw(unit: str, spec: TensorSpec) -> None:
+        values = _draw(model, spec.name, _tensor_seed(seed, spec.name))
+        if not math.isfinite(_native.sum_squares(values, 1)):
+            raise ModelSourceError(
+                f"the initialisation rules of {type(model).__name__} give {spec.name} no finite value; start "
+                "from a checkpoint (model.path) instead"
+            )
+        write(unit, spec.offset, values)
+
+    running: dict[Future[None], int] = {}
     with (
+        # The generator of the CPU alone is used; fork_rng is told to skip those of CUDA.
         torch.random.fork_rng(devices=[]),
-        torch.no_grad(),
         initialization.guard_torch_init_functions(),
         protected(model.parameters()),
+        # Entering a mode also sets flags of the process, which threads would restore in any order: around
+        # them all, this one restores what was.
+        _DrawFrom(torch.default_generator),
+        ThreadPoolExecutor(threads, "tierstream-init") as pool,
     ):
-        for unit in units:
-            for spec in unit.tensors:
-                torch.default_generator.manual_seed(_tensor_seed(seed, spec.name))
-                values = _draw(model, modules, spec.name)
-                if not np.isfinite(values.sum(dtype=np.float64)):
-                    raise ModelSourceError(
-                        f"the initialisation rules of {type(model).__name__} give {spec.name} no finite "
-                        "value; start from a checkpoint (model.path) instead"
-                    )
-                write(unit.name, spec.offset, values)
-                del values  # else two tensors are in memory while the next one is drawn
+        for unit, spec in tensors:
+            while len(running) == threads or (running and sum(running.values()) + spec.numel > numel_max):
+                _collect(running)
+            running[pool.submit(draw, unit, spec)] = spec.numel
+        while running:
+            _collect(running)
 
 
-def _draw(model: Any, modules: dict[str, Any], name: str) -> NDArray[np.float32]:
+def _collect(running: dict[Future[None], int]) -> None:
+    """Wait for one of them, and forget those that have ended; an error is raised."""
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        del running[future]
+        future.result()
+
+
+def _draw(model: Any, name: str, seed: int) -> NDArray[np.float32]:
     """Values of one parameter: the modules around it are initialised, innermost first, with only it in
     memory."""
-    owner_name, _, key = name.rpartition(".")
-    owner = modules[owner_name]
-    meta = owner._parameters[key]
-    # NaN, so that a parameter for which the family has no rule is found out.
-    owner._parameters[key] = torch.nn.Parameter(torch.full(meta.shape, torch.nan))
-    try:
-        around: str | None = owner_name
-        while (
-            around is not None
-        ):  # a family may have rules for a parameter of a child, e.g. scaled output projections
-            nearest_pretrained(model, around)._init_weights(modules[around])
-            around = around.rpartition(".")[0] if around else None
-        return owner._parameters[key].detach().numpy().reshape(-1)
-    finally:
-        owner._parameters[key] = meta
+    *path, key = name.split(".")
+    # Copies of the modules around it, so that other threads do not see its memory. All else is shared.
+    around = [_shallow(model)]
+    for part in path:
+        child = _shallow(around[-1]._modules[part])
+        around[-1]._modules[part] = child
+        around.append(child)
+    root, owner = around[0], around[-1]
+    # NaN, so that a parameter for which the family has no rule is found out. By numpy: in huge pages if they
+    # are allowed, and in this thread.
+    blank = np.full(owner._parameters[key].shape, np.nan, np.float32)
+    owner._parameters[key] = torch.nn.Parameter(torch.from_numpy(blank))
+    with _DrawFrom(torch.Generator().manual_seed(seed)):
+        # A family may have rules for a parameter of a child, e.g. scaled output projections.
+        for depth in reversed(range(len(around))):
+            nearest_pretrained(root, ".".join(path[:depth]))._init_weights(around[depth])
+    return np.ravel(owner._parameters[key].detach().numpy())
+
+
+def _shallow(module: Any) -> Any:
+    """A copy whose parameters and children can be replaced."""
+    made = copy(module)
+    made._parameters, made._modules = dict(module._parameters), dict(module._modules)
+    return made
+
+
+class _DrawFrom(TorchDispatchMode):
+    """Random operations of this thread draw from a generator of its own: the same numbers as from torch's
+    default generator in the same state. Random numbers that are not torch's are not seeded."""
+
+    _default = threading.Lock()
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+        if takes_generator and isinstance(args[0], torch.Tensor) and args[0].is_cpu:
+            return func(*args, **kwargs, generator=self._generator)
+        # Operations that take none, such as torch.rand, and others on meta: in turn.
+        with self._default:
+            torch.default_generator.set_state(self._generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._generator.set_state(torch.default_generator.get_state())
 
 
 def _tensor_seed(seed: int, name: str) -> int:

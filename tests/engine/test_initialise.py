@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import random
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +14,116 @@ import pytest
 import torch
 import transformers
 from support.models import DENSE, Flat, different, tiny_hf_config, two_units
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from tierstream.engine import initialise
 from tierstream.engine.initialise import init_weights
-from tierstream.engine.meta_model import build_meta_model
+from tierstream.engine.meta_model import build_meta_model, nearest_pretrained, protected
 from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.state import PlaneWriter
+from tierstream.engine.units import build_layout, find_units
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import Unit, pack_unit
+from tierstream.tiered.store import Store
+
+MOE = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+#: Families with rules of other kinds: scaled projections, stacked experts, torch.rand, truncated normals.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=4, n_head=2, n_positions=32, vocab_size=259),
+    "gpt_oss": lambda: transformers.GptOssConfig(**MOE, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": lambda: transformers.MixtralConfig(**MOE, num_local_experts=4),
+    "mamba": lambda: transformers.MambaConfig(vocab_size=259, hidden_size=64, num_hidden_layers=2),
+    "modernbert-decoder": lambda: transformers.ModernBertDecoderConfig(
+        vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0,
+    ),
+}  # fmt: skip
 
 
 def meta_model(path: Path, config: Any, dtype: str = "bfloat16") -> Any:
     config.save_pretrained(path)
-    return build_meta_model(ModelConfig(config=str(path), dtype=dtype))[0]  # type: ignore[arg-type]
+    return build_meta_model(ModelConfig(config=str(path), dtype=dtype, attention="eager"))[0]  # type: ignore[arg-type]
 
 
-def drawn(model: Any, units: list[Unit], seed: int = 1) -> dict[str, torch.Tensor]:
+def drawn(model: Any, units: list[Unit], seed: int = 1, **options: Any) -> dict[str, torch.Tensor]:
     flat = Flat(units)
-    init_weights(model, flat.units, seed, flat.write)
+    init_weights(model, flat.units, seed, flat.write, **options)
     return flat.tensors()
+
+
+@torch.no_grad()
+def drawn_plainly(model: Any, seed: int = 1) -> dict[str, torch.Tensor]:
+    """One after another, from torch's own generator, in the model itself."""
+    values, modules = {}, dict(model.named_modules())
+    with protected(model.parameters()):
+        for name, meta in list(model.named_parameters()):
+            around, _, key = name.rpartition(".")
+            owner = modules[around]
+            torch.manual_seed(initialise._tensor_seed(seed, name))
+            owner._parameters[key] = torch.nn.Parameter(torch.full(meta.shape, torch.nan))
+            while True:
+                nearest_pretrained(model, around)._init_weights(modules[around])
+                if not around:
+                    break
+                around = around.rpartition(".")[0]
+            values[name], owner._parameters[key] = owner._parameters[key].detach(), meta
+    return values
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.view(torch.int32) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("family", [*DENSE, *OTHERS])
+def test_threads_draw_the_bits_of_plain_torch(tmp_path: Path, family: str) -> None:
+    model = meta_model(tmp_path, tiny_hf_config(family) if family in DENSE else OTHERS[family]())
+    expected = bits(drawn_plainly(model))
+    for threads in (1, 2, 5):
+        assert different(bits(drawn(model, two_units(model), threads=threads)), expected) == []
+
+
+def test_every_random_operation_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a generator and those without, of few and of many elements, in one stream of numbers."""
+
+    def rule(self: Any, module: torch.nn.Module) -> None:
+        for value in module._parameters.values():
+            if value is None:
+                continue
+            if value.is_meta:  # draws nothing
+                value.exponential_()
+                continue
+            flat = value.view(-1)
+            flat[:3].normal_()
+            flat[3:8].copy_(torch.rand(5))
+            flat[8:11].exponential_()
+            flat[11:18].copy_(torch.randn_like(flat[11:18]))
+            flat[18:20].copy_(torch.randperm(2))
+            flat[20:30].copy_(torch.normal(torch.zeros(10), 2.0))
+            flat[30:40].copy_(torch.nn.functional.dropout(torch.ones(10)))
+            torch.nn.init.trunc_normal_(flat[40:])
+
+    model = meta_model(tmp_path, tiny_hf_config())
+    monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", rule)
+    expected = bits(drawn_plainly(model))
+    for threads in (1, 5):
+        assert different(bits(drawn(model, two_units(model), threads=threads)), expected) == []
+
+
+def test_threads_may_share_pages(tmp_path: Path) -> None:
+    """No tensor ends where a page does, and pages are small."""
+    model = meta_model(tmp_path, tiny_hf_config())
+    units = find_units(model)
+    layout = build_layout(units, page_bytes=4096, master="fp32", grad_dtype="float32", boundary_nbytes=None)
+    store = Store(layout, dram_bytes=8 << 20, directory=None, prefetch_bytes=0, writeback_bytes=0)
+    flat = Flat(units.in_forward_order)
+    with store:
+        init_weights(model, units.in_forward_order, 1, PlaneWriter(store, layout), threads=8)
+        for unit in flat.units:
+            store.read_range(unit.name, "master", 0, flat.values[unit.name])
+    assert different(bits(flat.tensors()), bits(drawn_plainly(model))) == []
 
 
 def one_tensor_units(model: Any) -> list[Unit]:
@@ -109,6 +205,7 @@ def test_models_flags_and_generators_are_left_as_they_were(tmp_path: Path) -> No
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(hasattr(parameter, "_is_hf_initialized") for parameter in model.parameters())
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_parameter_without_a_rule_is_refused(tmp_path: Path) -> None:
@@ -118,7 +215,28 @@ def test_parameter_without_a_rule_is_refused(tmp_path: Path) -> None:
         drawn(model, one_tensor_units(model))
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_the_others(tmp_path: Path) -> None:
+    model = meta_model(tmp_path, tiny_hf_config())
+    written: list[str] = []
+
+    def write(unit: str, start: int, values: Any) -> None:
+        written.append(unit)
+        if len(written) == 3:
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        init_weights(model, one_tensor_units(model), 1, write, threads=2)
+    assert len(written) <= 4
+
+
+def test_interrupt_does_not_hang(tmp_path: Path) -> None:
+    model = meta_model(tmp_path, tiny_hf_config())
+    with pytest.raises(KeyboardInterrupt):
+        init_weights(model, two_units(model), 1, lambda *_: _thread.interrupt_main(), threads=2)
+    assert not any(thread.name.startswith("tierstream-init") for thread in threading.enumerate())
+
+
+def test_one_tensor_is_in_memory_with_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a rule draws, nothing holds what was drawn before."""
     model = meta_model(tmp_path, tiny_hf_config())
     written: list[weakref.ref] = []
@@ -126,11 +244,38 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 
     def checked(self: Any, module: torch.nn.Module) -> None:
         assert not any(reference() is not None for reference in written)
-        assert sum(not parameter.is_meta for parameter in model.parameters()) == 1
+        assert sum(not parameter.is_meta for parameter in self.parameters()) == 1
         calls.append(module)
         rule(self, module)
 
+    def write(unit: str, start: int, values: Any) -> None:
+        written.append(weakref.ref(values))
+
     monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", checked)
-    init_weights(model, two_units(model), 0, lambda unit, start, values: written.append(weakref.ref(values)))
+    init_weights(model, two_units(model), 0, write, threads=1)
     assert len(written) == len(list(model.parameters()))
     assert len(calls) > len(written)
+
+
+def test_threads_take_no_more_than_the_largest_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = meta_model(tmp_path, tiny_hf_config())
+    draw, lock = initialise._draw, threading.Lock()
+    held: list[int] = []
+    most = {"elements": 0, "tensors": 0}
+
+    def counted(model: Any, name: str, seed: int) -> Any:
+        with lock:
+            held.append(model.get_parameter(name).numel())
+            most.update(elements=max(most["elements"], sum(held)), tensors=max(most["tensors"], len(held)))
+        return draw(model, name, seed)
+
+    def write(unit: str, start: int, values: Any) -> None:
+        with lock:
+            held.remove(values.size)
+
+    monkeypatch.setattr(initialise, "_draw", counted)
+    init_weights(model, two_units(model), 0, write, threads=4)
+    assert most["elements"] == max(parameter.numel() for parameter in model.parameters())
+    assert 1 < most["tensors"] <= 4
