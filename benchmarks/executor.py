@@ -18,49 +18,42 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FUSED = ("--kernels", "liger", "--deterministic", "false")
+#: Kernels that give the same bits every time, and every loss compared with what fits on the device.
+_CHECKED = ("--kernels", "liger", "--check", "true")
 _CLIPPED_AND_FREE = ("--clip-norm", "1.0", "null", "--check-finite", "false")
-_SHORT_ROUNDS = ("--steps", "3", "--rounds", "5")
-_3B = ("--shape", "qwen2.5-3b", "--rows", "32", "--seq-len", "1024", "--grad-dtype", "bfloat16")
-_7B = ("--shape", "qwen2.5-7b", "--rows", "32", "--seq-len", "1024", "--grad-dtype", "bfloat16")
+_32K_TOKENS = ("--rows", "32", "--seq-len", "1024", "--grad-dtype", "bfloat16")
+_3B, _7B = (("--shape", shape, *_32K_TOKENS) for shape in ("qwen2.5-3b", "qwen2.5-7b"))
 _RESIDENT = ("--baseline", "resident")
+_SHORT = ("--steps", "2", "--rounds", "3")
+_ONE_BY_ONE = ("--steps", "1", "--rounds", "3")
 #: Name -> options of `tierstream bench train`; {nvme} is the directory that was given.
 RUNS: Mapping[str, Sequence[str]] = {
     # All state in DRAM, layer inputs too, in as little of the GPU as it takes; then with more of it.
-    "3b": (*_3B, *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT, *_SHORT_ROUNDS),
-    "3b-gpu-30gib": (*_3B, *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT, *_SHORT_ROUNDS, "--gpu", "30GiB"),
-    "3b-least-gpu": (
-        *_3B, "--rows-per-chunk", "16", *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT, *_SHORT_ROUNDS,
-    ),
-    # Kernels that give the same bits every time, and every loss compared with what fits on the device.
-    "3b-deterministic": (
-        *_3B, *_CLIPPED_AND_FREE, *_RESIDENT, "--steps", "2", "--rounds", "3", "--check", "true",
-    ),
+    "3b": (*_3B, *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT, "--placement", "cpu", "both", *_SHORT),
+    "3b-gpu-30gib": (*_3B, *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT, *_SHORT, "--gpu", "30GiB"),
+    "3b-checked": (*_3B, *_CHECKED, *_CLIPPED_AND_FREE, *_RESIDENT, *_SHORT),
     "3b-131k-tokens": (
         *_3B, "--rows", "128", "--rows-per-chunk", "16", *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT,
-        "--steps", "1", "--rounds", "3",
+        *_ONE_BY_ONE,
     ),
     "7b": (
-        *_7B, "--rows-per-chunk", "16", *_FUSED, *_CLIPPED_AND_FREE, *_RESIDENT,
-        "--steps", "2", "--rounds", "3", "--dram", "112GiB", "--gpu", "48GiB",
+        *_7B, "--rows-per-chunk", "16", *_FUSED, "--clip-norm", "null", "--check-finite", "false", *_RESIDENT,
+        *_SHORT, "--gpu", "48GiB",
     ),
+    "7b-clipped": (*_7B, "--rows-per-chunk", "16", *_FUSED, *_RESIDENT, *_SHORT, "--gpu", "72GiB"),
     # Peers have the machine for themselves: their memory and ours do not fit at once.
     "3b-deepspeed-cpu": (
-        *_3B, *_FUSED, "--baseline", "deepspeed-cpu", "--turns", "blocks", "--steps", "3", "--rounds", "3",
+        *_3B, *_FUSED, "--gpu", "null", "30GiB", "--baseline", "deepspeed-cpu", "--turns", "blocks", *_SHORT,
     ),
-    "3b-fsdp2-offload": (
-        *_3B, *_FUSED, "--baseline", "fsdp2-offload", "--turns", "blocks", "--steps", "3", "--rounds", "3",
-    ),
+    "3b-fsdp2-offload": (*_3B, *_FUSED, "--baseline", "fsdp2-offload", "--turns", "blocks", *_SHORT),
     "3b-12gib-dram": (
         *_3B, *_FUSED, "--dram", "12GiB", "--nvme-dirs", "{nvme}", "--baseline", "deepspeed-nvme",
-        "--peer-nvme-dir", "{nvme}", "--turns", "blocks", "--steps", "1", "--rounds", "3",
+        "--peer-nvme-dir", "{nvme}", "--turns", "blocks", *_ONE_BY_ONE,
     ),
-    "3b-6gib-dram": (
-        *_3B, *_FUSED, "--dram", "6GiB", "--nvme-dirs", "{nvme}", "--steps", "1", "--rounds", "3",
-    ),
+    "3b-6gib-dram": (*_3B, *_CHECKED, "--dram", "6GiB", "--nvme-dirs", "{nvme}", *_ONE_BY_ONE),
     # Depth changes neither the GPU's memory nor the speed per layer.
     "depth": (
-        "--shape", "qwen2.5-1.5b", "--layers", "28", "56", "112", "--rows", "32", "--seq-len", "1024",
-        *_FUSED, "--grad-dtype", "bfloat16", "--steps", "2", "--rounds", "3",
+        "--shape", "qwen2.5-1.5b", "--layers", "28", "56", "112", *_32K_TOKENS, *_FUSED, *_SHORT,
     ),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,6 +12,9 @@
 
 namespace tierstream {
 namespace {
+
+// Steps of nice(2) below the rest of the process: a tenth of a share of a core that others want too.
+constexpr int politeness = 10;
 
 class DefaultFloatEnvironment {
 public:
@@ -113,6 +117,9 @@ void ThreadPool::start_workers(std::size_t count) {
 
 void ThreadPool::work() {
     pthread_setname_np(pthread_self(), "tierstream-cpu");
+    // Threads that launch kernels and start transfers need little time, but at once: these here, which take all
+    // that they get, stand back. On Linux a priority is a thread's own.
+    setpriority(PRIO_PROCESS, 0, std::min(getpriority(PRIO_PROCESS, 0) + politeness, 19));
     std::unique_lock lock(mutex_);
     for (;;) {
         work_ready_.wait(lock, [&] { return stopping_ || !tickets_.empty(); });

@@ -63,19 +63,17 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of a step; arrays are int64 [rows, seq_len].
+    """Rows of a step; all arrays int64 [rows, seq_len].
 
     Attributes:
         labels: the next token, `NOT_TRAINED` where there is none; already shifted.
-        position_ids: from 0 at every row and, with isolated documents, at every document. None where every
-            row counts through, as a model does by itself: given positions, transformers looks for restarts,
-            which waits for the device.
+        position_ids: from 0 at every row and, with isolated documents, at every document.
         trained_tokens: labels that count.
     """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
-    position_ids: NDArray[np.int64] | None
+    position_ids: NDArray[np.int64]
     trained_tokens: int
 
 
@@ -117,24 +115,18 @@ class PackedRows:
         shape = (rows, self.seq_len)
         input_ids = np.full(shape, self.store.index.end_of_text_id, np.int64)
         labels = np.full(shape, NOT_TRAINED, np.int64)
-        counted = np.arange(self.seq_len)
-        position_ids = np.tile(counted, (rows, 1))
+        position_ids = np.empty(shape, np.int64)
         for i, (epoch, row) in enumerate(self.row_ids(step, rows).tolist()):
             stream, begins = self._read(epoch, row)
             length = min(self.seq_len, stream.size)
             input_ids[i, :length] = stream[:length]
             labels[i, : stream.size - 1] = stream[1:]
+            position_ids[i] = np.arange(self.seq_len)
             if self.isolate_documents:
                 labels[i, begins[begins > 0] - 1] = NOT_TRAINED
                 restarts = np.append(begins[begins < length], length)  # padding is a document of its own
                 position_ids[i] -= _last_restart(restarts, self.seq_len)
-        restarts_nowhere = bool((position_ids == counted).all())
-        return Batch(
-            input_ids,
-            labels,
-            None if restarts_nowhere else position_ids,
-            int(np.count_nonzero(labels != NOT_TRAINED)),
-        )
+        return Batch(input_ids, labels, position_ids, int(np.count_nonzero(labels != NOT_TRAINED)))
 
     def documents(self, epoch: int) -> NDArray[np.int64]:
         """The documents in the order of an epoch."""

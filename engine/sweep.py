@@ -103,14 +103,11 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a step on the device: int64 [rows, seq_len] each; labels are shifted already.
-
-    `position_ids` may be None where every row counts through.
-    """
+    """Rows of a step on the device: int64 [rows, seq_len] each; labels are shifted already."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
-    position_ids: torch.Tensor | None
+    position_ids: torch.Tensor
     trained_tokens: int
 
 

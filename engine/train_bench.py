@@ -316,7 +316,8 @@ def random_batch(
     """Rows of random tokens, each position trained on its successor."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (rows, seq_len + 1), generator=generator).to(device)
-    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, rows * seq_len)
+    positions = torch.arange(seq_len, device=device).repeat(rows, 1)
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, rows * seq_len)
 
 
 def resident_losses(
@@ -347,7 +348,7 @@ def _most_of_the_device(name: str, *, cases: int) -> ByteSize:
     if torch.device(name).type != "cuda":
         return EVERYTHING
     free_bytes, _ = torch.cuda.mem_get_info(name)
-    return ByteSize(int(0.6 * free_bytes) // cases)
+    return ByteSize(int(0.8 * free_bytes) // cases)
 
 
 def check_device_memory(device: torch.device, need_bytes: int, what: str) -> None:

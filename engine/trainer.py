@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tierstream.engine import assemble, checkpoint, data
+from tierstream.engine import assemble, checkpoint
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, open_rows
@@ -159,7 +159,12 @@ class _Run:
         self._start_or_end_trace()
         begin = time.perf_counter()
         packed = self.rows.batch(self.step, config.train.rows_per_step)
-        batch = _on_device(packed, self.runtime.device.torch_device)
+        device = self.runtime.device.torch_device
+        ids, labels, positions = (
+            torch.from_numpy(array).to(device)
+            for array in (packed.input_ids, packed.labels, packed.position_ids)
+        )
+        batch = Batch(ids, labels, positions, packed.trained_tokens)
         # Random numbers (dropout) are a function of (seed, step): a resumed run needs no generator state.
         torch.manual_seed((config.train.seed * 1_000_003 + self.step) % 2**63)
         outcome = self.runtime.step(batch)
@@ -278,17 +283,6 @@ class _RunIdentity:
 
     def write(self, run_id: str) -> None:
         durable.write_file(self._path, f"{run_id}\n".encode())
-
-
-def _on_device(packed: data.Batch, device: torch.device) -> Batch:
-    ids, labels = (torch.from_numpy(array).to(device) for array in (packed.input_ids, packed.labels))
-    positions = packed.position_ids
-    return Batch(
-        ids,
-        labels,
-        None if positions is None else torch.from_numpy(positions).to(device),
-        packed.trained_tokens,
-    )
 
 
 def _first_state() -> dict[str, Any]:

@@ -69,3 +69,15 @@ x = np.random.default_rng(0).standard_normal(1_000_000, np.float32)
 print(sum_squares(x, threads=64) == sum_squares(x, threads=1))
 """
     assert run(code) == "True\n"
+
+
+def test_workers_stand_back_for_the_threads_that_call() -> None:
+    code = """
+sum_squares(x, threads=3)
+nice = {}
+for task in os.listdir("/proc/self/task"):
+    name = open(f"/proc/self/task/{task}/comm").read().strip()
+    nice.setdefault(name, set()).add(os.getpriority(os.PRIO_PROCESS, int(task)) - os.nice(0))
+print(nice.pop("tierstream-cpu"), set().union(*nice.values()))
+"""
+    assert run(code) == "{10} {0}\n"

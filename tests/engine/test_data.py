@@ -63,10 +63,7 @@ def oracle(rows: PackedRows, epoch: int, isolate: bool) -> list[list[tuple[int, 
 
 
 def cells(batch: Batch) -> list[list[tuple[int, int, int]]]:
-    positions = batch.position_ids
-    if positions is None:
-        positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), batch.input_ids.shape)
-    columns = (batch.input_ids.tolist(), batch.labels.tolist(), positions.tolist())
+    columns = (batch.input_ids.tolist(), batch.labels.tolist(), batch.position_ids.tolist())
     return [list(zip(*row, strict=True)) for row in zip(*columns, strict=True)]
 
 
@@ -86,11 +83,7 @@ def test_rows_equal_the_oracle(lengths: list[int], seq_len: int, rows: int, seed
         batch = packed.batch(step, rows)
         assert cells(batch) == [expected[epoch][row] for epoch, row in packed.row_ids(step, rows).tolist()]
         assert batch.trained_tokens == sum(label != -100 for row in cells(batch) for _, label, _ in row)
-        counts_through = all(position == i for row in cells(batch) for i, (*_, position) in enumerate(row))
-        assert (batch.position_ids is None) == counts_through
         for array in (batch.input_ids, batch.labels, batch.position_ids):
-            if array is None:
-                continue
             assert array.dtype == np.int64
             assert array.shape == (rows, seq_len)
 

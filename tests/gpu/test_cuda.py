@@ -8,6 +8,7 @@ import gc
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,23 +113,28 @@ def test_units_that_stay_on_the_gpu_change_nothing(grad_dtype: str, early: bool)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_steady_step_allocates_nothing_and_waits_for_the_device_once() -> None:
     """By torch's own counts: no memory is taken from the driver, nothing is registered, no thread waits for a
-    whole device, and the host reads back one tensor, after the sweep.
+    whole device, and the host reads back one tensor, after the sweep; and one before the first layer, with
+    which transformers finds out that no row holds several documents.
     """
     with rig(setup()) as run:
-        made = batches(6, rows=run.setup.rows, seq_len=run.setup.seq_len)
-        steps = [replace(on_device(batch, run.device.torch_device), position_ids=None) for batch in made]
+        made = batches(12, rows=run.setup.rows, seq_len=run.setup.seq_len)[::2]
+        steps = [on_device(batch, run.device.torch_device) for batch in made]
         for batch in steps[:3]:
             run.runtime.step(batch)
         sweep, run_sweep = run.runtime._sweep, run.runtime._sweep.run
+        run_layer = sweep.layer_forward
 
-        def without_waiting(*args: object) -> torch.Tensor:
+        def layer(*args: Any) -> torch.Tensor:
             torch.cuda.set_sync_debug_mode("error")
+            return run_layer(*args)
+
+        def without_waiting(*args: Any) -> torch.Tensor:
             try:
-                return run_sweep(*args)  # type: ignore[arg-type]
+                return run_sweep(*args)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        sweep.run = without_waiting  # type: ignore[method-assign]
+        sweep.run, sweep.layer_forward = without_waiting, layer  # type: ignore[method-assign]
         before = torch.cuda.memory_stats()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
@@ -143,7 +149,7 @@ def test_a_steady_step_allocates_nothing_and_waits_for_the_device_once() -> None
         assert counts.get(call, 0) == 0, call
     # The profiler waits for the device when it starts and when it ends.
     assert counts.get("cudaDeviceSynchronize", 0) <= 2
-    assert counts.get("cudaStreamSynchronize", 0) <= len(steps[3:])
+    assert counts.get("cudaStreamSynchronize", 0) <= 2 * len(steps[3:])
 
 
 def test_a_trace_changes_nothing_and_shows_the_order_of_the_lanes(tmp_path: Path) -> None:
@@ -168,7 +174,8 @@ def test_a_trace_changes_nothing_and_shows_the_order_of_the_lanes(tmp_path: Path
     steps = [span for span in spans if span.track is Track.STEPS]
     for step, summary in zip(steps, summarise(spans), strict=True):
         inside = {t: [s for s in lane if step.begin_s <= s.begin_s < step.end_s] for t, lane in lanes.items()}
-        assert all(span.end_s <= step.end_s for lane in inside.values() for span in lane)
+        # The verdict does not wait for the last gradients to be stored.
+        assert all(span.end_s <= step.end_s for span in inside[Track.COMPUTE] + inside[Track.UPLOAD])
         for unit in layers:
             upload = next(s for s in inside[Track.UPLOAD] if s.unit == unit)
             computed = [s for s in inside[Track.COMPUTE] if s.unit == unit]

@@ -75,18 +75,17 @@ def batches(count: int, *, rows: int = ROWS, seq_len: int = SEQ_LEN, seed: int =
         ids = torch.randint(3, VOCABULARY, (rows, seq_len + 1), generator=generator)
         labels = ids[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
-        positions = None
+        positions = torch.arange(seq_len).repeat(rows, 1)
         if step % 2:
             begins = torch.randint(seq_len + 1, (rows, 1), generator=generator)
-            counted = torch.arange(seq_len).repeat(rows, 1)
-            positions = counted - begins * (counted >= begins)
+            positions -= begins * (positions >= begins)
         made.append(Batch(ids[:, :-1].contiguous(), labels, positions, int((labels != -100).sum())))
     return made
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     tensors = (batch.input_ids, batch.labels, batch.position_ids)
-    return Batch(*(None if each is None else each.to(device) for each in tensors), batch.trained_tokens)
+    return Batch(*(tensor.to(device) for tensor in tensors), batch.trained_tokens)
 
 
 @dataclass(frozen=True)
