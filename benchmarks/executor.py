@@ -1,6 +1,7 @@
 """The runs whose figures README's performance table shows: each is one `tierstream bench train` on one GPU.
 
-    python benchmarks/executor.py OUT [RUN ...] [--nvme-dir DIR] [--profile machine.json] [--commit HASH]
+    python benchmarks/executor.py OUT [RUN ...] [--nvme-dir DIR] [--profile machine.json] [--reports]
+        [--commit HASH]
 
 Writes OUT/<run>.json for each, ready to be published: copy it to docs/measurements under a name that begins
 with the date and the machine, and run benchmarks/performance_table.py. Without RUN: all, one after the other.
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
     parser.add_argument("--nvme-dir", default="/tmp", help="a drive for runs that need one")
     parser.add_argument("--profile", help="machine profile of tierstream bench --profile; default: measured")
+    parser.add_argument("--reports", action="store_true", help="a report with traces in OUT/<run> for each")
     parser.add_argument("--commit", help="what is installed; default: that of this checkout")
     args = parser.parse_args(argv)
     if unknown := set(args.runs) - set(RUNS):
@@ -75,9 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         file = args.out / f"{name}.json"
         options = [option.format(nvme=args.nvme_dir) for option in RUNS[name]]
         profile = ["--profile", args.profile] if args.profile else []
+        report = ["--trace-steps", "2", "--report", str(args.out / name)] if args.reports else []
         begin = time.monotonic()
         status = subprocess.run(
-            ["tierstream", "bench", "train", *options, *profile, "--json", str(file)], check=False
+            ["tierstream", "bench", "train", *options, *profile, *report, "--json", str(file)], check=False
         ).returncode
         print(f"{name}: exit status {status} after {time.monotonic() - begin:.0f} s", flush=True)
         if status:
