@@ -39,9 +39,11 @@ RUNS: Mapping[str, Sequence[str]] = {
     ),
     "7b": (
         *_7B, "--rows-per-chunk", "16", *_FUSED, "--clip-norm", "null", "--check-finite", "false", *_RESIDENT,
-        *_SHORT, "--gpu", "48GiB",
+        *_SHORT, "--dram", "112GiB", "--gpu", "48GiB",
     ),
-    "7b-clipped": (*_7B, "--rows-per-chunk", "16", *_FUSED, *_RESIDENT, *_SHORT, "--gpu", "72GiB"),
+    "7b-clipped": (
+        *_7B, "--rows-per-chunk", "16", *_FUSED, *_RESIDENT, *_SHORT, "--dram", "112GiB", "--gpu", "72GiB",
+    ),
     # Peers have the machine for themselves: their memory and ours do not fit at once.
     "3b-deepspeed-cpu": (
         *_3B, *_FUSED, "--gpu", "null", "30GiB", "--baseline", "deepspeed-cpu", "--turns", "blocks", *_SHORT,

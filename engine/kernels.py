@@ -45,7 +45,6 @@ def liger(model: Any) -> Iterator[None]:
         ConfigError: Liger is not here, or has no kernels for this model.
     """
     check_liger()
-    from liger_kernel.transformers import liger_rotary_pos_emb
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     family, activation = model.config.model_type, model.config.hidden_act
@@ -62,8 +61,22 @@ def liger(model: Any) -> Iterator[None]:
         )
     model.get_output_embeddings().loss_kernel = liger_cross_entropy_
     with _globals_restored(modelling):
-        modelling.apply_rotary_pos_emb = liger_rotary_pos_emb  # type: ignore[attr-defined]
+        modelling.apply_rotary_pos_emb = liger_rotate  # type: ignore[attr-defined]
         yield
+
+
+def liger_rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys [rows, heads, tokens, head size], rotated.
+
+    The kernel itself: Liger's own function first asks, at each call, which kernel there is, and cannot be
+    compiled for that.
+    """
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    rotated: tuple[torch.Tensor, torch.Tensor] = LigerRopeFunction.apply(q, k, cos, sin)
+    return rotated
 
 
 @contextmanager

@@ -193,6 +193,9 @@ class _DeviceWorker:
             parts = self._parts(granule, buffer)
             for part, array in zip(parts, lease.arrays, strict=True):
                 lane.copy_in(part[: array.nbytes], array)
+                # The device copies in the order of the calls: weights that are wanted now wait for one page
+                # of planes at most.
+                lane.record().synchronize()
                 self.bytes_up += array.nbytes
             for call, own in zip(granule.calls, settings, strict=True):
                 self._device.kernels.adamw(call.planes(parts, self._dtypes[granule.unit]), own)

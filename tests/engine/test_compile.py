@@ -18,8 +18,11 @@ from tierstream.engine import kernels
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError
 
-#: The compiler uses parts of torch that warn of their own age.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+#: The compiler uses parts of torch that warn of their own age, and advises less precision on a GPU.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 COMPILED = partial(kernels.compile_layers, deterministic=True)
 STEPS = 3

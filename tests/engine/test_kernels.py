@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +27,11 @@ class StandIn:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = Counter[str]()
-        names = ("", ".ops", ".ops.cross_entropy", ".transformers", ".transformers.monkey_patch")
+        names = ("", ".ops", ".ops.cross_entropy", ".ops.rope", ".transformers", ".transformers.monkey_patch")
         modules = {name: ModuleType(f"liger_kernel{name}") for name in names}
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, f"liger_kernel{name}", module)
-        modules[".transformers"].liger_rotary_pos_emb = self._rotate  # type: ignore[attr-defined]
+        modules[".ops.rope"].LigerRopeFunction = SimpleNamespace(apply=self._rotate)  # type: ignore[attr-defined]
         apply = dict.fromkeys(("gemma", *kernels.LIGER_FAMILIES), self._apply)
         modules[".transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = apply  # type: ignore[attr-defined]
 
