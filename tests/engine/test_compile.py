@@ -18,10 +18,12 @@ from tierstream.engine import kernels
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError
 
-#: The compiler uses parts of torch that warn of their own age, and advises less precision on a GPU.
+#: The compiler uses parts of torch that warn of their own age, advises less precision on a GPU, and does not
+#: like how Liger asks which GPU it has.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
 ]
 
 COMPILED = partial(kernels.compile_layers, deterministic=True)
@@ -29,11 +31,14 @@ STEPS = 3
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     torch._dynamo.reset()
     counters.clear()
     yield
     torch._dynamo.reset()
+    torch.use_deterministic_algorithms(False)
 
 
 def setup(layers: int = 3, dtype: str = "float32", device: str = "cpu") -> Setup:

@@ -159,9 +159,9 @@ def test_a_trace_changes_nothing_and_shows_the_order_of_the_lanes(tmp_path: Path
     made = base.but(nvme=tmp_path / "drive", dram=24 * base.page, trace=True)
     with rig(made) as run:
         outcomes = run.train(batches(4, rows=made.rows, seq_len=made.seq_len))
-        spans = sorted(run.trace.stop(), key=lambda span: span.begin_s)
         assert [(o.loss, o.verdict.grad_norm) for o in outcomes] == expected[0]
         assert same_bits(run.planes(), expected[1]) == []
+        spans = sorted(run.trace.stop(), key=lambda span: span.begin_s)
     lanes = {t: [s for s in spans if s.track is t] for t in (Track.COMPUTE, Track.UPLOAD, Track.DOWNLOAD)}
     for lane in lanes.values():
         assert all(one.end_s <= other.begin_s for one, other in itertools.pairwise(lane))
