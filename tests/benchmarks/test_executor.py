@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tierstream.tools.bench.train import TrainBenchOptions
+from tierstream.tools.bench.train_options import TrainBenchOptions
 from tierstream.tools.options import parse_options
 
 

@@ -11,34 +11,29 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from tierstream.engine import kernels
-from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.checkpoint import CheckpointConfig
-from tierstream.engine.config import RunConfig, TrainConfig
-from tierstream.engine.data import DataConfig
-from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.optimizer import OptimizerConfig
-from tierstream.engine.plan import TiersConfig
-from tierstream.engine.shapes import ShapeName, architecture
+from tierstream.engine.config import RunConfig
+from tierstream.engine.shapes import architecture
 from tierstream.io.drives import check_directories
 from tierstream.io.errors import BudgetError, ConfigError, TierstreamError
 from tierstream.io.scratch import ScratchFolder
 from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import PeerCase, PeerName
-from tierstream.tools.bench.report import OutputOptions, TracedCase, check_output, present, run_cases
+from tierstream.tools.bench.report import TracedCase, check_output, present, run_cases
 from tierstream.tools.bench.result import Result
+from tierstream.tools.bench.train_options import TrainBenchOptions, errors_name_options
 from tierstream.tools.options import parse_options
 
 if TYPE_CHECKING:
     from tierstream.engine.bound import Rates
+    from tierstream.engine.byte_size import ByteSize
     from tierstream.engine.machine import KnownDrive
     from tierstream.engine.sweep import Batch
     from tierstream.engine.train_bench import Setting
     from tierstream.tools.bench.training import MeasuredCase, Row
 
-BaselineName: TypeAlias = Literal["resident"] | PeerName
 _PROG = "tierstream bench train"
 _DESCRIPTION = """\
 Measure how fast the executor trains, over random weights and random tokens.
@@ -57,120 +52,7 @@ Measure how fast the executor trains, over random weights and random tokens.
 """
 
 
-@dataclass(kw_only=True)
-class TrainBenchOptions(OutputOptions):
-    """What `bench train` does."""
-
-    shape: ShapeName = "tiny"
-    """Architecture, with the published dimensions."""
-    layers: list[int] | None = None
-    """Depths that are measured, one after the other; null: the shape's own."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type that weights are computed with."""
-    rows: int = 8
-    """Rows of a step."""
-    seq_len: int = 1024
-    """Tokens of a row."""
-    rows_per_chunk: int | None = None
-    """Rows that run through a layer at once; null: all. The baseline always takes all."""
-    loss_chunk_tokens: int | None = None
-    """Tokens whose logits exist at once, as train.loss_chunk_tokens."""
-    gpu: list[ByteSize | None] | None = None
-    """Budgets of device memory, as tiers.gpu, each a case; null: two layers."""
-    dram: ByteSize | None = None
-    """Budget of host memory, as tiers.dram; null: all of the state, or 70 % of what is free."""
-    nvme_dirs: list[str] | None = None
-    """Directories, one per drive, for the state; null: it lives in DRAM. Nothing stays there."""
-    activations: Literal["dram", "gpu"] = "dram"
-    """Where the inputs of layers wait for backward."""
-    clip_norm: list[float | None] | None = field(default_factory=lambda: list[float | None]([1.0]))
-    """Norms that gradients are clipped to; null: no clipping. Peers take the first."""
-    check_finite: bool = True
-    """For cases without clipping; false: updates start during backward, as with optimizer.check_finite."""
-    placement: list[Literal["auto", "cpu", "gpu", "both"]] = field(
-        default_factory=lambda: list[Literal["auto", "cpu", "gpu", "both"]](["auto"])
-    )
-    """What computes the update, as optimizer.placement."""
-    grad_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which summed gradients wait for the update."""
-    profile: str | None = None
-    """Machine profile with the rates for the bound; null: they are measured first."""
-    steps: int = 3
-    """Steps of a case in one round."""
-    device: str = "cuda"
-    """Where layers are computed: cuda, cuda:1, cpu."""
-    deterministic: bool = True
-    """Only deterministic kernels, as in training; for the resident baseline too. Peers are free to choose."""
-    kernels: Literal["plain", "liger"] = "plain"
-    """As train.kernels, for the baselines too: the model's own, or the fused ones of Liger."""
-    compile: bool = False
-    """As train.compile, for the resident baseline too; peers are not compiled."""
-    baseline: list[BaselineName] | None = None
-    """What is run beside; null: nothing."""
-    turns: Literal["rounds", "blocks"] = "rounds"
-    """Peers take turns with our cases, round by round; or each runs alone when these are done and their
-    memory and drives are free."""
-    peer_nvme_dir: str | None = None
-    """Directory for the state of deepspeed-nvme; null: the first of nvme_dirs. Nothing stays there."""
-    trace_steps: int = 0
-    """Steps of each of our cases that are traced, after those that are measured, for --report; 0: none."""
-    check: bool = False
-    """Compare every loss with a run that has all that fits on the device."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.clip_norm = [None] if self.clip_norm is None else self.clip_norm
-        for key in ("layers", "gpu", "clip_norm", "placement", "baseline"):
-            values = getattr(self, key)
-            if values is not None and (not values or len(set(values)) < len(values)):
-                raise ConfigError(
-                    f"--{key.replace('_', '-')} must have at least one value, each of them once"
-                )
-        for key, value in (("steps", self.steps), *(("layers", depth) for depth in self.layers or [])):
-            if value < 1:
-                raise ConfigError(f"--{key} is {value}; it must be at least 1")
-        if self.trace_steps < 0 or (self.trace_steps and self.report is None):
-            raise ConfigError(f"--trace-steps is {self.trace_steps}; it must be 0, or more with a --report")
-        for clip in self.clip_norm:
-            OptimizerConfig(clip_norm=clip)  # refuses what no run may have
-        if self.peer_nvme_dir is None and self.nvme_dirs:
-            self.peer_nvme_dir = self.nvme_dirs[0]
-        for name in self.peers:
-            if peers.uses_nvme(name) and self.peer_nvme_dir is None:
-                raise ConfigError(f"--baseline {name} needs a directory: name it as --peer-nvme-dir")
-
-    @property
-    def peers(self) -> list[PeerName]:
-        """Those of the baselines that are programs of others."""
-        return [name for name in self.baseline or [] if name != "resident"]
-
-    def run_config(self, folder: str, nvme_dirs: list[str] | None) -> RunConfig:
-        """As of a run whose model is described in `folder`.
-
-        Raises:
-            ConfigError: a value that no run may have.
-        """
-        return RunConfig(
-            run_dir=folder,
-            model=ModelConfig(config=folder, dtype=self.dtype),
-            data=DataConfig(files=["random tokens"], seq_len=self.seq_len),
-            optimizer=OptimizerConfig(schedule="constant", grad_dtype=self.grad_dtype),
-            tiers=TiersConfig(
-                dram=self.dram, nvme_dirs=nvme_dirs, activations=self.activations, profile=self.profile
-            ),
-            train=TrainConfig(
-                rows_per_step=self.rows,
-                rows_per_chunk=self.rows_per_chunk,
-                loss_chunk_tokens=self.loss_chunk_tokens,
-                device=self.device,
-                kernels=self.kernels,
-                compile=self.compile,
-                deterministic=self.deterministic,
-            ),
-            checkpoint=CheckpointConfig(at_end=False),
-        )
-
-
+@errors_name_options()
 def main(args: Sequence[str]) -> int:
     """The command with its arguments. Returns the exit status; raises TierstreamError."""
     options = parse_options(TrainBenchOptions, args, prog=_PROG, description=_DESCRIPTION)
@@ -178,7 +60,7 @@ def main(args: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for `tierstream train`
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="tierstream-bench-"))
-        options.run_config(folder, options.nvme_dirs)  # what is wrong is said before anything is made
+        _check_config(options.run_config(folder, options.nvme_dirs), options)
         _check_device(options.device)
         if options.kernels == "liger":
             kernels.check_liger()
@@ -358,6 +240,12 @@ def _title(options: TrainBenchOptions) -> str:
     faster += ", compiled" if options.compile else ""
     tokens = f"{options.rows} x {options.seq_len} tokens a step"
     return f"Training {options.shape} on {options.device}, {tokens}{faster}"
+
+
+def _check_config(config: RunConfig, options: TrainBenchOptions) -> None:
+    """What is wrong is said before anything is made. Raises ConfigError."""
+    for placement in options.placement:
+        replace(config, optimizer=replace(config.optimizer, placement=placement))
 
 
 def _check_device(name: str) -> None:

@@ -114,10 +114,10 @@ def test_screen_json_and_report_say_the_same(
 
 
 def test_traces_of_the_cases_lie_in_the_report(bench: StorageBench, drive: Path, tmp_path: Path) -> None:
-    """Recorded after the measured steps, which the check repeats too."""
+    """Recorded after the measured steps, as many as asked for; the check repeats them too."""
     report = tmp_path / "report"
     places = ["--nvme-dirs", drive, "--dram", "2MiB", "--report", report]
-    wanted = ["--clip-norm", "0.5", "null", "--trace-steps", "2", "--check", "true"]
+    wanted = ["--clip-norm", "0.5", "null", "--trace-steps", "3", "--check", "true"]
     status, _, err = bench.run(*TINY, *wanted, *places, "--json", "-")
     assert (status, err) == (0, "")
     page = (report / "report.html").read_text()
@@ -125,7 +125,7 @@ def test_traces_of_the_cases_lie_in_the_report(bench: StorageBench, drive: Path,
         name = f"trace-{case.replace(', ', '-').replace(' ', '-')}-4-layers"
         events = json.loads((report / f"{name}.json").read_text())["traceEvents"]
         steps = [event["name"] for event in events if event["name"].startswith("step ")]
-        assert steps == ["step 1", "step 2"]
+        assert steps == ["step 1", "step 2", "step 3"]
         assert any(event["name"] == "nvme read" for event in events)
         png = (report / f"{name}.png").read_bytes()
         assert size_of(png) > (1000, 300)
@@ -207,22 +207,39 @@ def test_names_say_what_differs() -> None:
         (["--shape", "qwen3"], ['--shape is "qwen3"', "qwen2.5-3b"]),
         (["--layers", "4", "0"], ["--layers is 0"]),
         (["--layers", "4", "4"], ["--layers must have at least one value, each of them once"]),
-        (["--clip-norm", "-1"], ["clip_norm is -1"]),
+        (["--clip-norm", "-1"], ["--clip-norm is -1"]),
         (["--steps", "0"], ["--steps is 0"]),
         (["--trace-steps", "1"], ["--trace-steps is 1", "--report"]),
-        (["--rows-per-chunk", "3"], ["rows_per_chunk is 3", "between 1 and"]),
-        (["--seq-len", "1"], ["seq_len is 1"]),
-        (["--device", "gpu"], ["device is 'gpu'"]),
+        (["--rows-per-chunk", "3"], ["--rows-per-chunk is 3", "between 1 and --rows (2)"]),
+        (["--seq-len", "1"], ["--seq-len is 1"]),
+        (["--device", "gpu"], ["--device is 'gpu'"]),
+        (["--placement", "auto", "gpu"], ["--placement is gpu and --device is cpu", "use --placement auto"]),
         (["--baseline", "deepspeed"], ['--baseline is ["deepspeed"]', "resident"]),
-        (["--dram", "1MiB"], ["the state needs", "1.00 MiB", "nvme_dirs"]),
-        (["--gpu", "64KiB"], ["tiers.gpu is 64.00 KiB", "two layers"]),
+        (["--dram", "1MiB"], ["the state needs", "--dram holds 1.00 MiB", "drives in --nvme-dirs"]),
+        (["--gpu", "64KiB"], ["error: --gpu is 64.00 KiB", "two layers", "raise --gpu, or lower --rows"]),
         (["--nvme-dirs", "/absent"], ["/absent"]),
-        (["--kernels", "liger"], ["train.kernels is liger", "device is cpu", "kernels: plain"]),
+        (["--kernels", "liger"], ["--kernels is liger and --device is cpu", "use --kernels plain, or"]),
         (["--profile", "/absent/machine.json"], ["/absent/machine.json"]),
     ],
 )
 def test_mistakes_get_one_message(bench: StorageBench, args: list[str], said: list[str]) -> None:
     bench.refused(*TINY, *args, said=said)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--check-finite", "false"], ["--check-finite is false", "add null to --clip-norm"]),
+        (["--check-finite", "false", "--clip-norm", "1", "2"], ["--check-finite is false"]),
+        (["--grad-dtype", "bfloat16"], ["--grad-dtype is bfloat16", "--dtype bfloat16"]),
+        (["--turns", "blocks"], ["--turns is blocks", "--baseline", "fsdp2-offload"]),
+        (["--turns", "blocks", "--baseline", "resident"], ["--turns is blocks"]),
+        (["--peer-nvme-dir", "/tmp"], ["--peer-nvme-dir is /tmp", "--baseline deepspeed-nvme"]),
+        (["--peer-nvme-dir", "/tmp", "--baseline", "fsdp2-offload"], ["--peer-nvme-dir is /tmp"]),
+    ],
+)
+def test_an_option_without_effect_is_refused(bench: StorageBench, args: list[str], said: list[str]) -> None:
+    bench.refused(*TINY, *args, said=[*said, "leave"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
