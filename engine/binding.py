@@ -17,7 +17,9 @@ from tierstream.tiered.layout import Unit
 
 
 class Binding:
-    """Where the tensors of a unit sit in some modules (a layer; the final norm and the output matrix)."""
+    """Where the tensors of a unit sit in some modules (a layer; the final norm and the output matrix); what
+    else is in these modules stays as it is.
+    """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], unit: Unit) -> None:
         self.unit = unit
@@ -28,7 +30,7 @@ class Binding:
             for module in modules
             for submodule in module.modules()
             for leaf, parameter in submodule._parameters.items()
-            if parameter is not None
+            if parameter is not None and canonical[id(parameter)] in index_of
         ]
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:

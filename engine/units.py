@@ -7,15 +7,16 @@ outside is the head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from tierstream.io.errors import ModelSourceError
-from tierstream.tiered.layout import Layout, PlaneSpec, Unit, pack_unit
+from tierstream.tiered.layout import Layout, PlaneSpec, TensorSpec, Unit, pack_unit
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -29,19 +30,34 @@ def layer_name(index: int) -> str:
 
 @dataclass(frozen=True)
 class ModelUnits:
-    """A decoder as units. `tied`: the output matrix is the embedding; then the final norm lives in `embed`
-    and `head is embed`.
+    """A decoder as units.
+
+    Attributes:
+        layers: of each layer what all of its tokens need.
+        beside: of each layer the tensors of another type (a router in fp32 among bf16), streamed with it.
+        experts: of each layer its experts, in order; none in a dense layer.
+        tied: the output matrix is the embedding; then the final norm lives in `embed` and `head is embed`.
     """
 
     embed: Unit
     layers: tuple[Unit, ...]
+    beside: tuple[tuple[Unit, ...], ...]
+    experts: tuple[tuple[Unit, ...], ...]
     head: Unit
     tied: bool
 
     @property
+    def without_experts(self) -> tuple[Unit, ...]:
+        """In forward order, those that every step computes with."""
+        ends = () if self.tied else (self.head,)
+        parts = zip(self.layers, self.beside, strict=True)
+        return (self.embed, *(unit for layer, beside in parts for unit in (layer, *beside)), *ends)
+
+    @property
     def in_forward_order(self) -> tuple[Unit, ...]:
         ends = () if self.tied else (self.head,)
-        return (self.embed, *self.layers, *ends)
+        parts = zip(self.layers, self.beside, self.experts, strict=True)
+        return (self.embed, *(unit for layer, *more in parts for unit in (layer, *chain(*more))), *ends)
 
     @property
     def numel(self) -> int:
@@ -49,10 +65,31 @@ class ModelUnits:
         return sum(tensor.numel for unit in self.in_forward_order for tensor in unit.tensors)
 
     def decayed(self) -> list[str]:
-        return [tensor.name for unit in self.in_forward_order for tensor in unit.tensors if tensor.decay]
+        """Parameters of which some part decays, each once."""
+        return self._named(lambda tensor: tensor.decay)
 
     def not_decayed(self) -> list[str]:
-        return [tensor.name for unit in self.in_forward_order for tensor in unit.tensors if not tensor.decay]
+        return self._named(lambda tensor: not tensor.decay)
+
+    def _named(self, which: Callable[[TensorSpec], bool]) -> list[str]:
+        tensors = (tensor for unit in self.in_forward_order for tensor in unit.tensors)
+        return list(dict.fromkeys(tensor.name for tensor in tensors if which(tensor)))
+
+
+def experts_of(layer: nn.Module) -> nn.Module | None:
+    """The module that holds a layer's experts, each parameter of it a stack; None in a dense layer.
+
+    It is known by the flags that transformers' `use_experts_implementation` gives to such a module. One that
+    norms the experts' outputs itself is none: it does not go through the experts interface expert by expert.
+    """
+    found = [
+        module
+        for module in layer.modules()
+        if hasattr(module, "_apply_gate")
+        and hasattr(module, "is_transposed")
+        and not getattr(module, "has_post_expert_norm", False)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def find_units(model: Any) -> ModelUnits:
@@ -69,30 +106,79 @@ def find_units(model: Any) -> ModelUnits:
         raise ModelSourceError(
             f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
         )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def pack(unit_name: str, parameters: Iterable[nn.Parameter]) -> Unit:
-        unique = list({id(p): p for p in parameters}.values())
-        dtypes = {p.dtype for p in unique}
-        if len(dtypes) != 1 or not dtypes <= set(DTYPE_NAMES):
-            raise ModelSourceError(
-                f"{kind}: the parameters of {unit_name} have the types {sorted(map(str, dtypes))}; "
-                "one of bfloat16, float32 for the whole unit is supported"
-            )
-        tensors = [(names[id(p)], tuple(p.shape), p.dim() >= 2) for p in unique]
-        return pack_unit(unit_name, DTYPE_NAMES[dtypes.pop()], tensors)
-
+    packer = _Packer(model)
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
     of_embedding = list(embedding.parameters())
     outside = [
         p for p in model.parameters() if id(p) not in in_layers and all(p is not e for e in of_embedding)
     ]
     tied = any(p is e for p in output.parameters() for e in of_embedding)
-    packed_layers = tuple(pack(layer_name(i), layer.parameters()) for i, layer in enumerate(layers))
-    if tied:
-        ends = pack(EMBED, [*of_embedding, *outside])
-        return ModelUnits(ends, packed_layers, ends, tied=True)
-    return ModelUnits(pack(EMBED, of_embedding), packed_layers, pack(HEAD, outside), tied=False)
+    embed = packer.whole(EMBED, [*of_embedding, *outside] if tied else of_embedding)
+    parts = [packer.layer(layer_name(index), layer) for index, layer in enumerate(layers)]
+    return ModelUnits(
+        embed=embed,
+        layers=tuple(main for main, _, _ in parts),
+        beside=tuple(beside for _, beside, _ in parts),
+        experts=tuple(experts for _, _, experts in parts),
+        head=embed if tied else packer.whole(HEAD, outside),
+        tied=tied,
+    )
+
+
+class _Packer:
+    """Makes units of a model's parameters."""
+
+    def __init__(self, model: Any) -> None:
+        self._kind = type(model).__name__
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def whole(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> Unit:
+        """One unit."""
+        main, beside = self._by_type(unit_name, parameters)
+        if beside:
+            raise ModelSourceError(
+                f"{self._kind}: the parameters of {unit_name} have the types {main.dtype} and "
+                f"{', '.join(unit.dtype for unit in beside)}; only layers may have more than one"
+            )
+        return main
+
+    def layer(self, unit_name: str, layer: nn.Module) -> tuple[Unit, tuple[Unit, ...], tuple[Unit, ...]]:
+        """The layer's own unit, those beside it, those of its experts."""
+        module = experts_of(layer)
+        stacks = [] if module is None else list(module.parameters(recurse=False))
+        dense = [p for p in layer.parameters() if all(p is not stack for stack in stacks)]
+        main, beside = self._by_type(unit_name, dense)
+        count = len(stacks[0]) if stacks else 0
+        experts = tuple(self._expert(f"{unit_name}.experts.{i}", stacks, i) for i in range(count))
+        return main, beside, experts
+
+    def _expert(self, unit_name: str, stacks: Sequence[nn.Parameter], index: int) -> Unit:
+        tensors = [(self._names[id(p)], tuple(p.shape[1:]), p.dim() >= 3) for p in stacks]
+        return pack_unit(unit_name, self._dtype(unit_name, stacks), tensors, part=index)
+
+    def _by_type(
+        self, unit_name: str, parameters: Iterable[nn.Parameter]
+    ) -> tuple[Unit, tuple[Unit, ...]]:
+        """One unit for each type; first the one with the most elements, which gets the name."""
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in {id(p): p for p in parameters}.values():
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        main, *others = sorted(by_type.values(), key=lambda group: -sum(p.numel() for p in group))
+        beside = (self._pack(f"{unit_name}.{self._dtype(unit_name, group)}", group) for group in others)
+        return self._pack(unit_name, main), tuple(beside)
+
+    def _pack(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> Unit:
+        tensors = [(self._names[id(p)], tuple(p.shape), p.dim() >= 2) for p in parameters]
+        return pack_unit(unit_name, self._dtype(unit_name, parameters), tensors)
+
+    def _dtype(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> str:
+        kinds = {p.dtype for p in parameters}
+        if len(kinds) != 1 or not kinds <= set(DTYPE_NAMES):
+            raise ModelSourceError(
+                f"{self._kind}: parameters of {unit_name} have the types {', '.join(map(str, kinds))}; only "
+                "bfloat16 and float32 are supported"
+            )
+        return DTYPE_NAMES[kinds.pop()]
 
 
 def state_planes(unit: Unit, *, master: str, grad_dtype: str) -> list[PlaneSpec]:

@@ -37,12 +37,20 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor in a unit. `offset` in elements; `decay`: AdamW's weight decay applies to it."""
+    """One tensor in a unit.
+
+    Attributes:
+        offset: in elements.
+        decay: AdamW's weight decay applies to it.
+        part: the parameter `name` is a stack, and this is the element of this index along its first
+            dimension, which `shape` does not have; None: it is the whole parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     decay: bool
+    part: int | None = None
 
     @property
     def numel(self) -> int:
@@ -80,12 +88,18 @@ class Unit:
         return runs
 
 
-def pack_unit(name: str, dtype: str, tensors: Iterable[tuple[str, Sequence[int], bool]]) -> Unit:
-    """Pack `(name, shape, decay)` tensors into a unit, decayed first: each rule is one contiguous run."""
+def pack_unit(
+    name: str, dtype: str, tensors: Iterable[tuple[str, Sequence[int], bool]], part: int | None = None
+) -> Unit:
+    """Pack `(name, shape, decay)` tensors into a unit, decayed first: each rule is one contiguous run.
+
+    Args:
+        part: of all of them; see `TensorSpec`.
+    """
     specs: list[TensorSpec] = []
     end = 0
     for tensor_name, shape, decay in sorted(tensors, key=lambda item: not item[2]):
-        spec = TensorSpec(tensor_name, tuple(shape), end, decay)
+        spec = TensorSpec(tensor_name, tuple(shape), end, decay, part)
         specs.append(spec)
         end = round_up(spec.end, TENSOR_ALIGN_ELEMENTS)
     return Unit(name, dtype, tuple(specs), round_up(end, UNIT_ALIGN_ELEMENTS))

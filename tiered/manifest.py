@@ -1,7 +1,7 @@
 """`manifest.json` of a snapshot: what must be in the directory, to the byte. Written last.
 
 {"crc32c": <of the compact JSON text of "manifest", keys sorted>,
- "manifest": {"format": "tierstream snapshot", "version": 1, "page_bytes": ...,
+ "manifest": {"format": "tierstream snapshot", "version": 2, "page_bytes": ...,
               "planes": [{"unit": ..., "plane": ..., "dtype": ..., "numel": ..., "tensors": [...],
                           "crc32c": [per page; null: never written, all zeros, no file]}, ...],
               "state": {...}}}
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tierstream._native import crc32c
@@ -19,7 +19,7 @@ from tierstream.io.errors import CheckpointError, InvariantError
 from tierstream.tiered.layout import ITEM_BYTES, Layout, Page, PlaneSpec, TensorSpec
 
 _FORMAT = "tierstream snapshot"
-_VERSION = 1
+_VERSION = 2
 
 #: Per page its CRC-32C, or None for a page of zeros that has no file.
 Checksums = Mapping[Page, int | None]
@@ -96,8 +96,7 @@ def decode(data: bytes, path: str) -> Manifest:
             item["numel"],
             durable=True,
             tensors=tuple(
-                TensorSpec(tensor["name"], tuple(tensor["shape"]), tensor["offset"], tensor["decay"])
-                for tensor in item["tensors"]
+                TensorSpec(**tensor | {"shape": tuple(tensor["shape"])}) for tensor in item["tensors"]
             ),
         )
         planes[spec.unit, spec.plane] = spec
@@ -113,12 +112,7 @@ def decode(data: bytes, path: str) -> Manifest:
 
 
 def _tensor_json(tensor: TensorSpec) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "shape": list(tensor.shape),
-        "offset": tensor.offset,
-        "decay": tensor.decay,
-    }
+    return asdict(tensor) | {"shape": list(tensor.shape)}
 
 
 def _checksum(body: Mapping[str, Any]) -> int:

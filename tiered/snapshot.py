@@ -282,7 +282,8 @@ def _difference(ours: PlaneSpec, theirs: PlaneSpec) -> str:
 def _describe(tensor: TensorSpec | None) -> str:
     if tensor is None:
         return "nothing"
-    return f"{tensor.name} {list(tensor.shape)} at {tensor.offset}{' with decay' if tensor.decay else ''}"
+    name = tensor.name if tensor.part is None else f"{tensor.name}[{tensor.part}]"
+    return f"{name} {list(tensor.shape)} at {tensor.offset}{' with decay' if tensor.decay else ''}"
 
 
 def _check_size(root: str, page: Page, nbytes: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.families import MOE_FAMILIES, moe_config
 from support.rig import tiny_config
 
 from tierstream.engine.units import build_layout, find_units
@@ -67,8 +68,49 @@ def test_bytes_per_parameter_are_those_of_the_design() -> None:
         assert {p.plane for p in layout.planes.values() if not p.durable} == {"grad"}
 
 
-def test_a_layer_of_two_dtypes_is_refused_by_name() -> None:
+def test_tensors_of_another_type_are_a_unit_beside_their_layer() -> None:
     model = meta(tiny_config())
     model.model.layers[1].mlp.to(torch.float32)
-    with pytest.raises(ModelSourceError, match=r"layers\.1 have the types .*bfloat16.*float32"):
+    units = find_units(model)
+    assert [[unit.name for unit in beside] for beside in units.beside] == [[], ["layers.1.bfloat16"], []]
+    assert units.layers[1].dtype == "float32"
+    assert {t.name for t in units.layers[1].tensors} == {
+        name for name, _ in model.named_parameters() if name.startswith("model.layers.1.mlp")
+    }
+    found = [t.name for unit in units.in_forward_order for t in unit.tensors]
+    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_an_end_of_two_types_is_refused_by_name() -> None:
+    model = meta(tiny_config())
+    model.model.norm.to(torch.float32)
+    with pytest.raises(ModelSourceError, match=r"head have the types bfloat16 and float32"):
         find_units(model)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_expert_is_a_unit(family: str) -> None:
+    """Its parts and those of the others make up the stacks; nothing else is in them."""
+    model = meta(moe_config(family))
+    units = find_units(model)
+    parameters = dict(model.named_parameters())
+    parts: dict[str, list[int]] = {}
+    for experts in units.experts:
+        for unit in experts:
+            for tensor in unit.tensors:
+                assert tensor.shape == tuple(parameters[tensor.name].shape[1:])
+                assert tensor.part is not None
+                parts.setdefault(tensor.name, []).append(tensor.part)
+                assert tensor.decay == (not tensor.name.endswith("_bias"))
+    for name, found in parts.items():
+        assert found == list(range(len(parameters[name])))
+    whole = [t.name for unit in units.without_experts for t in unit.tensors]
+    assert sorted([*whole, *parts]) == sorted(parameters)
+    assert units.numel == sum(p.numel() for p in model.parameters())
+    assert all(".experts." in name for name in parts)
+    assert not any(".experts." in name for name in whole)
+    dense = [i for i, experts in enumerate(units.experts) if not experts]
+    assert dense == {"qwen3_moe": [1], "deepseek_v3": [0], "glm4_moe": [0]}.get(family, [])
+    fp32 = {t.name for beside in units.beside for unit in beside for t in unit.tensors}
+    kept = {name for name, p in parameters.items() if p.dtype == torch.float32}
+    assert fp32 == kept
