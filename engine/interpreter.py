@@ -24,18 +24,22 @@ def undisturbed() -> Iterator[None]:
     """Within, garbage is collected by `collect_now_and_then` alone, and threads take short turns.
 
     The hundreds of thousands of objects of torch and transformers that exist now are never looked through:
-    that took a quarter of a second in the middle of a step.
+    that took a quarter of a second in the middle of a step. May be nested: the outermost alone freezes, so
+    what it froze stays so until its own end, and what an inner one leaves behind can be collected.
     """
     interval_s, enabled = sys.getswitchinterval(), gc.isenabled()
+    outermost = gc.get_freeze_count() == 0
     gc.collect()
-    gc.freeze()
+    if outermost:
+        gc.freeze()
     gc.disable()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         yield
     finally:
         sys.setswitchinterval(interval_s)
-        gc.unfreeze()
+        if outermost:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 
