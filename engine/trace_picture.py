@@ -24,6 +24,8 @@ _WIDTH_INCHES, _ROW_INCHES, _MARGIN_INCHES = 13.0, 0.34, 1.5
 _MERGED_SHARE = 1 / 2000
 #: A gap at least so long, as a share of the step, is told by name.
 _NAMED_SHARE = 0.03
+#: A cause that takes less is left out of the legend: it would read 0.0 %.
+_TOLD_SHARE = 0.0005
 WAITING, OTHER, PAGES = "waiting", "other", "pages"
 _OTHER = "#7d7d7d"
 _KINDS = {
@@ -199,6 +201,7 @@ def _draw_legends(figure: Figure, line: Timeline, idle_ms: float) -> None:
         handles=[
             _patch(_CAUSES.get(cause, _OTHER), f"{cause}: {lost_ms:.3g} ms, {lost_ms / line.length_ms:.1%}")
             for cause, lost_ms in line.idle_ms.items()
+            if lost_ms / line.length_ms >= _TOLD_SHARE
         ],
         title=f"compute waits {idle_ms:.4g} ms, for",
         loc="outside right upper",

@@ -90,6 +90,16 @@ def test_the_legend_says_what_was_lost() -> None:
     assert [text.get_text() for text in axes.texts] == ["weights:\npage", "weights:\ncopy", "verdict"]
 
 
+def test_a_cause_that_would_read_nothing_is_not_in_the_legend() -> None:
+    spans = [span for span in SPANS if span.what != "verdict"]
+    spans += [wait(Track.HOST, "gradients", 100.9, 100.9002), wait(Track.HOST, "verdict", 100.9002, 101.0)]
+    line = timeline(spans)
+    assert round(line.idle_ms["gradients"], 6) == 0.2
+    _, causes = draw(line).legends
+    assert [text.get_text().split(":")[-1] for text in causes.get_texts()][-1] == " 50 ms, 5.0%"
+    assert not any("gradients" in text.get_text() for text in causes.get_texts())
+
+
 def test_tens_of_thousands_of_spans_are_few_collections() -> None:
     random.seed(0)
     spans = [*SPANS]
