@@ -30,6 +30,8 @@ _FRAMES_WANTED = 384
 #: Fewest frames with which all go on: an update granule (9 pages in the widest mode; workers take turns where
 #: frames are few), 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
 _FRAMES_MIN = 24
+#: Below this a page costs more time in Python than on its way to a drive; one of 1 MiB costs little.
+_PAGE_SMALL_BYTES, _PAGE_GOOD_BYTES = 64 << 10, 1 << 20
 #: Share of the memory that is free at start which an automatic DRAM budget takes.
 _AUTO_DRAM_SHARE = 0.7
 
@@ -156,6 +158,7 @@ def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_byt
         gpu_bytes_in_host: device buffers that live in host memory, because the device is the CPU.
     """
     page = layout.page_bytes
+    or_lower_page = "" if config.page is None else f", or lower tiers.page ({format_bytes(page)})"
     everything = sum(layout.page_count(*key) for key in layout.planes) * page
     free = available_bytes - gpu_bytes_in_host
     if config.dram is None:
@@ -165,22 +168,36 @@ def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_byt
         if budget > free and min(budget, everything) > free:
             raise BudgetError(
                 f"tiers.dram is {format_bytes(budget)}, but only {format_bytes(max(free, 0))} of host memory "
-                "are free (least of machine and cgroup limits, minus use); lower tiers.dram"
+                f"are free (least of machine and cgroup limits, minus use); lower tiers.dram{or_lower_page}"
             )
     if config.nvme_dirs is None and budget < everything:
         raise BudgetError(
             f"the state needs {format_bytes(everything)} and "
             f"{'host memory' if config.dram is None else 'tiers.dram'} holds {format_bytes(max(budget, 0))}; "
-            "name drives in tiers.nvme_dirs, or raise tiers.dram"
+            f"name drives in tiers.nvme_dirs, or raise tiers.dram{or_lower_page}"
         )
-    budget = min(budget, everything) // page * page
-    if config.nvme_dirs is not None and budget < min(_FRAMES_MIN * page, everything):
+    pages = min(budget, everything) // page
+    if config.nvme_dirs is not None and pages * page < min(_FRAMES_MIN * page, everything):
         raise BudgetError(
-            f"tiers.dram is {format_bytes(config.dram or budget)}: {budget // page} pages of "
-            f"{format_bytes(page)}, and at least {_FRAMES_MIN} are needed; raise tiers.dram to "
-            f"{format_bytes(_FRAMES_MIN * page)}, or lower tiers.page"
+            f"tiers.dram is {format_bytes(config.dram or budget)}: {pages} pages of {format_bytes(page)}, "
+            f"and at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(_FRAMES_MIN * page)}"
+            f"{or_lower_page}"
         )
-    return budget
+    return pages * page
+
+
+def page_warning(config: TiersConfig, plan: Plan) -> str | None:
+    """What to say where a small DRAM budget over drives made the pages small."""
+    if config.page is not None or config.nvme_dirs is None or plan.dram_bytes >= plan.durable_bytes:
+        return None
+    if plan.dram_bytes // _FRAMES_WANTED >= _PAGE_SMALL_BYTES:
+        return None
+    enough = min(_FRAMES_WANTED * _PAGE_GOOD_BYTES, plan.durable_bytes)
+    return (
+        f"tiers.dram holds {format_bytes(plan.dram_bytes)} of {format_bytes(plan.durable_bytes)} of state, "
+        f"so pages are {format_bytes(plan.page_bytes)}, each as costly for the processor as a large one; "
+        f"with {format_bytes(enough)} they are up to {format_bytes(_PAGE_GOOD_BYTES)}"
+    )
 
 
 def step_flop(units: ModelUnits, tokens: int) -> float:

@@ -22,6 +22,7 @@ from tierstream.engine.device import Device
 from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import MetricsWriter, Observer, RunDirectory, RunSummary, StepMetrics
+from tierstream.engine.plan import page_warning
 from tierstream.engine.plan_report import describe_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.sweep import Batch
@@ -138,8 +139,8 @@ class _Run:
         trace = Trace()
         store = assemble.build_store(config, layout, plan, tier, device, config.train.debug, trace)
         parts.callback(store.close)
-        if store.pageable_reason:
-            observer.on_event(f"warning: {store.pageable_reason}")
+        for reason in filter(None, (page_warning(config.tiers, plan), store.pageable_reason)):
+            observer.on_event(f"warning: {reason}")
         origin = assemble.fill_state(config, model, units, layout, store, snapshot, weights, device)
         runtime = assemble.build_runtime(
             config, model, units, layout, plan, store, device, state["applied_updates"], trace
@@ -238,8 +239,11 @@ class _Run:
         self.summary.traced = summarise(spans)
         self.summary.trace = str(self.directory.trace_path)
         first, last = self.summary.traced[0].step, self.summary.traced[-1].step
+        wanted, more = self.config.train.trace_steps, ""
+        if len(self.summary.traced) < wanted:
+            more = f", not {wanted}: the first {_WARM_UP_STEPS} are not traced, and no others were left"
         self.observer.on_event(
-            f"trace of steps {first} to {last}: {self.summary.trace}, a picture of one: "
+            f"trace of steps {first} to {last}{more}: {self.summary.trace}, a picture of one: "
             f"{self.directory.trace_picture_path}"
         )
 

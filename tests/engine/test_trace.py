@@ -380,6 +380,8 @@ def test_a_run_that_ends_early_writes_what_there_is_or_says_why_not(
     assert (Path(config.run_dir) / "trace.json").exists() == bool(traced_steps)
     warned = [text for text in events.texts if text.startswith("warning: no trace was written")]
     assert len(warned) == (not traced_steps)
+    shortened = [text for text in events.texts if text.startswith("trace of steps 3 to 4, not 5: ")]
+    assert len(shortened) == bool(traced_steps)
 
 
 def test_a_resumed_run_may_be_traced(small_run: Callable[..., RunConfig]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tierstream.engine import kernels
 from tierstream.engine.config import RunConfig
+from tierstream.engine.plan import page_warning
 from tierstream.engine.shapes import architecture
 from tierstream.io.drives import check_directories
 from tierstream.io.errors import BudgetError, ConfigError, TierstreamError
@@ -23,7 +24,7 @@ from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import PeerCase, PeerName
 from tierstream.tools.bench.report import TracedCase, check_output, present, run_cases
 from tierstream.tools.bench.result import Result
-from tierstream.tools.bench.train_options import TrainBenchOptions, errors_name_options
+from tierstream.tools.bench.train_options import TrainBenchOptions, errors_name_options, in_options
 from tierstream.tools.options import parse_options
 
 if TYPE_CHECKING:
@@ -173,7 +174,10 @@ class _Bench:
             baselines += [stack.enter_context(peer) for peer in peers]
             cases += [each.case(options.steps, {"run": each.name, "layers": layers}) for each in baselines]
             found = run_cases(cases, options.rounds)
-            flop = bench.cases[0].plan.flop_per_step
+            plan = bench.cases[0].plan
+            if warning := page_warning(self.config.tiers, plan):
+                self.notes.append(f"{layers} layers: {in_options(warning)}")
+            flop = plan.flop_per_step
             for measurement, case in zip(found, bench.cases, strict=False):
                 records, bound = case.records[-options.rounds :], bench.bound(case, self.rates)
                 self.measured.append(MeasuredCase(measurement, records, flop, bound, case.plan))

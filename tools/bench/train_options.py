@@ -150,7 +150,7 @@ class TrainBenchOptions(OutputOptions):
                 f"({', '.join(PEER_NAMES)}); add one, or leave it out"
             )
         if self.peer_nvme_dir is not None and not any(map(peers.uses_nvme, self.peers)):
-            users = ", ".join(filter(peers.uses_nvme, PEER_NAMES))
+            users = ", ".join(name for name in PEER_NAMES if peers.uses_nvme(name))
             raise ConfigError(
                 f"--peer-nvme-dir is {self.peer_nvme_dir}, but no baseline keeps state on a drive; add "
                 f"--baseline {users}, or leave it out"

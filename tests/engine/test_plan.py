@@ -1,0 +1,90 @@
+"""Sizes of DRAM and pages: a refusal names what the user set; pages that a budget made small are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.rig import Setup, rig, tiny_config
+from support.runs import make_run
+
+from tierstream.engine import machine, plan_report
+from tierstream.engine.bound import Rates
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.metrics import Observer
+from tierstream.engine.plan import Plan, TiersConfig, page_warning, size_dram
+from tierstream.engine.trainer import Trainer
+from tierstream.io.errors import BudgetError
+from tierstream.tiered.layout import Layout
+
+PAGE_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Plan, Layout]:
+    """Of a small model in pages much larger than its planes."""
+    with rig(Setup(config=tiny_config("qwen2"), page=PAGE_BYTES)) as run:
+        return run.plan, run.layout
+
+
+@pytest.mark.parametrize("page", [None, ByteSize(PAGE_BYTES)])
+@pytest.mark.parametrize(
+    ("dram", "drives", "available_bytes", "said"),
+    [
+        ("8MiB", None, 4 << 30, "tiers.dram holds 8.00 MiB"),
+        (None, None, 8 << 20, "host memory holds 5.60 MiB"),
+        ("64MiB", None, 8 << 20, "only 8.00 MiB of host memory are free"),
+        ("8MiB", ["/drive"], 4 << 30, "8 pages of 1.00 MiB, and at least 24 are needed"),
+    ],
+)
+def test_a_page_that_was_set_is_named_where_dram_is_too_small(
+    planned: tuple[Plan, Layout],
+    page: ByteSize | None,
+    dram: str | None,
+    drives: list[str] | None,
+    available_bytes: int,
+    said: str,
+) -> None:
+    tiers = TiersConfig(dram=None if dram is None else ByteSize(dram), nvme_dirs=drives, page=page)
+    with pytest.raises(BudgetError) as caught:
+        size_dram(tiers, planned[1], available_bytes, 0)
+    assert said in str(caught.value)
+    assert str(caught.value).endswith(", or lower tiers.page (1.00 MiB)") == (page is not None)
+
+
+def warning(plan: Plan, *, dram: int, state: int, page: ByteSize | None = None, drives: bool = True) -> str:
+    sized = replace(plan, page_bytes=4096, dram_bytes=dram, durable_bytes=state)
+    tiers = TiersConfig(dram=ByteSize(dram), nvme_dirs=["/drive"] if drives else None, page=page)
+    return page_warning(tiers, sized) or ""
+
+
+def test_pages_that_a_small_budget_made_small_are_told(planned: tuple[Plan, Layout]) -> None:
+    plan, _ = planned
+    said = warning(plan, dram=2 << 20, state=1 << 40)
+    assert "tiers.dram holds 2.00 MiB" in said
+    assert "pages are 4.00 KiB" in said
+    assert said.endswith("with 384.00 MiB they are up to 1.00 MiB")
+    assert "with 100.00 MiB they" in warning(plan, dram=2 << 20, state=100 << 20)
+    assert warning(plan, dram=2 << 20, state=1 << 40, page=ByteSize(4096)) == ""
+    assert warning(plan, dram=2 << 20, state=1 << 40, drives=False) == ""
+    assert warning(plan, dram=24 << 20, state=1 << 40) == ""
+    assert warning(plan, dram=2 << 20, state=2 << 20) == ""
+
+
+def test_a_run_warns_of_small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
+    monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
+    monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
+    (tmp_path / "drive").mkdir()
+    config = make_run(tmp_path / "run", steps=1)
+    config.tiers.nvme_dirs, config.tiers.page = [str(tmp_path / "drive")], None
+    config.tiers.dram = ByteSize(40 * 4096)
+    told: list[str] = []
+
+    class Told(Observer):
+        def on_event(self, text: str) -> None:
+            told.append(text)
+
+    Trainer(config, Told()).run()
+    assert any(text.startswith("warning: tiers.dram holds 160.00 KiB of ") for text in told)
