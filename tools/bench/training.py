@@ -24,6 +24,8 @@ NOTES = [
     "The bound is that of docs/design.md, section 6, from rates measured on this machine.",
     "GPU peak: what the case holds and takes, without what the other cases hold beside it. Host peak: of the "
     "whole process; a peer has one of its own, all other cases share one.",
+    "DRAM tier: of a run with this setting alone; here all share one. Where every unit stays on the device, "
+    "it holds the state as it was last saved, and nothing of that moves in a step.",
     "Waits: computation is the thread that enqueues the device's work; threads are those that move pages.",
 ]
 Row: TypeAlias = dict[str, str | int | float | None]

@@ -172,6 +172,14 @@ def test_state_on_drives_goes_when_it_ends(bench: StorageBench, drive: Path) -> 
     assert len(os.listdir(drive)) == 2
 
 
+def test_dram_holds_what_was_saved_of_a_state_that_stays_on_the_device(bench: StorageBench) -> None:
+    plain = measured(bench, "--gpu", "1GiB", "--activations", "gpu")
+    (memory,), (moved,) = plain["details"]["memory"], plain["details"]["moved"]
+    assert memory["dram_bytes"] == memory["state_bytes"] < memory["gpu_buffer_bytes"]
+    assert {value for key, value in moved.items() if key.endswith("_bytes")} == {0}
+    assert any("holds the state as it was last saved" in note for note in plain["notes"])
+
+
 def test_a_loss_that_differs_is_said_and_is_a_failure(
     bench: StorageBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
