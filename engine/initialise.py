@@ -1,7 +1,7 @@
 """Seeded random weights for a new model, drawn by the family's own rules, by threads.
 
-The host memory that they take is one tensor's: those drawn at the same time are together no larger than the
-largest.
+A stack of experts is drawn expert by expert. The host memory that this takes is `DRAWN_BYTES`, or that of the
+largest tensor if that is larger.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from tierstream.engine.meta_model import nearest_pretrained, protected
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit
 
+#: Tensors that are drawn at the same time have together at most as many bytes, or there is but one of them.
+#: Many threads find enough to do in it, also where all tensors are small.
+DRAWN_BYTES = 256 << 20
+
 #: `write(unit name, first element, fp32 values)`; the values are valid during the call only.
 WriteRange = Callable[[str, int, NDArray[np.float32]], None]
 
@@ -35,9 +39,13 @@ def init_weights(
     """Draw every tensor of `units` in fp32 and hand it to `write`.
 
     The values come from `_init_weights` of the model's family (norms 1, biases 0, matrices with its
-    `initializer_range`). The generator is seeded per tensor from `(seed, parameter name)`, so a value depends
-    on nothing else: not on the order, the cut into units, the threads, the tiers or the dtype that weights
-    are computed with. Tied parameters are drawn once. `model` is not changed.
+    `initializer_range`). The generator is seeded per tensor from `(seed, parameter name)`, for a part of a
+    stack from `(seed, "name[part]")`, so a value depends on nothing else: not on the order, the cut into units,
+    the threads, the tiers or the dtype that weights are computed with. A part is drawn as a stack of one. Tied
+    parameters are drawn once. `model` is not changed.
+
+    Besides what `write` takes, `max(DRAWN_BYTES, bytes of the largest tensor in fp32)` of host memory are in
+    use.
 
     Args:
         write: called by several threads at once, for each tensor once, in about the order of `units`.
@@ -48,14 +56,15 @@ def init_weights(
     """
     threads = threads or torch.get_num_threads()
     tensors = [(unit.name, spec) for unit in units for spec in unit.tensors]
-    numel_max = max((spec.numel for _, spec in tensors), default=0)
+    numel_max = max([DRAWN_BYTES // 4, *(spec.numel for _, spec in tensors)])
 
     @torch.no_grad()  # holds for one thread only
     def draw(unit: str, spec: TensorSpec) -> None:
-        values = _draw(model, spec.name, _tensor_seed(seed, spec.name))
+        name = spec.name if spec.part is None else f"{spec.name}[{spec.part}]"
+        values = _draw(model, spec, _tensor_seed(seed, name))
         if not math.isfinite(_native.sum_squares(values, 1)):
             raise ModelSourceError(
-                f"the initialisation rules of {type(model).__name__} give {spec.name} no finite value; start "
+                f"the initialisation rules of {type(model).__name__} give {name} no finite value; start "
                 "from a checkpoint (model.path) instead"
             )
         write(unit, spec.offset, values)
@@ -86,10 +95,12 @@ def _collect(running: dict[Future[None], int]) -> None:
         future.result()
 
 
-def _draw(model: Any, name: str, seed: int) -> NDArray[np.float32]:
-    """Values of one parameter: the modules around it are initialised, innermost first, with only it in
-    memory."""
-    *path, key = name.split(".")
+def _draw(model: Any, spec: TensorSpec, seed: int) -> NDArray[np.float32]:
+    """Values of one tensor: the modules around it are initialised, innermost first, with only it in memory.
+
+    A part is a stack of one there: the rules of a family are for stacks.
+    """
+    *path, key = spec.name.split(".")
     # Copies of the modules around it, so that other threads do not see its memory. All else is shared.
     around = [_shallow(model)]
     for part in path:
@@ -99,7 +110,8 @@ def _draw(model: Any, name: str, seed: int) -> NDArray[np.float32]:
     root, owner = around[0], around[-1]
     # NaN, so that a parameter for which the family has no rule is found out. By numpy: in huge pages if they
     # are allowed, and in this thread.
-    blank = np.full(owner._parameters[key].shape, np.nan, np.float32)
+    shape = spec.shape if spec.part is None else (1, *spec.shape)
+    blank = np.full(shape, np.nan, np.float32)
     owner._parameters[key] = torch.nn.Parameter(torch.from_numpy(blank))
     with _DrawFrom(torch.Generator().manual_seed(seed)):
         # A family may have rules for a parameter of a child, e.g. scaled output projections.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.families import MOE_FAMILIES, moe_config
 from support.models import DENSE, Flat, different, tiny_hf_config, two_units
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -23,7 +24,7 @@ from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.units import build_layout, find_units
 from tierstream.io.errors import ModelSourceError
-from tierstream.tiered.layout import Unit, pack_unit
+from tierstream.tiered.layout import TensorSpec, Unit, pack_unit
 from tierstream.tiered.store import Store
 
 MOE = {
@@ -55,22 +56,25 @@ def drawn(model: Any, units: list[Unit], seed: int = 1, **options: Any) -> dict[
 
 
 @torch.no_grad()
-def drawn_plainly(model: Any, seed: int = 1) -> dict[str, torch.Tensor]:
-    """One after another, from torch's own generator, in the model itself."""
-    values, modules = {}, dict(model.named_modules())
+def drawn_plainly(model: Any, units: list[Unit], seed: int = 1) -> dict[str, torch.Tensor]:
+    """One after another, from torch's own generator, in the model itself; parts as stacks of one."""
+    flat, modules = Flat(units), dict(model.named_modules())
     with protected(model.parameters()):
-        for name, meta in list(model.named_parameters()):
-            around, _, key = name.rpartition(".")
-            owner = modules[around]
-            torch.manual_seed(initialise._tensor_seed(seed, name))
-            owner._parameters[key] = torch.nn.Parameter(torch.full(meta.shape, torch.nan))
+        for unit, spec in [(unit.name, spec) for unit in units for spec in unit.tensors]:
+            around, _, key = spec.name.rpartition(".")
+            owner, meta = modules[around], model.get_parameter(spec.name)
+            seeded = spec.name if spec.part is None else f"{spec.name}[{spec.part}]"
+            torch.manual_seed(initialise._tensor_seed(seed, seeded))
+            shape = spec.shape if spec.part is None else (1, *spec.shape)
+            owner._parameters[key] = torch.nn.Parameter(torch.full(shape, torch.nan))
             while True:
                 nearest_pretrained(model, around)._init_weights(modules[around])
                 if not around:
                     break
                 around = around.rpartition(".")[0]
-            values[name], owner._parameters[key] = owner._parameters[key].detach(), meta
-    return values
+            flat.write(unit, spec.offset, owner._parameters[key].detach().numpy().ravel())
+            owner._parameters[key] = meta
+    return flat.tensors()
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -80,9 +84,31 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", [*DENSE, *OTHERS])
 def test_threads_draw_the_bits_of_plain_torch(tmp_path: Path, family: str) -> None:
     model = meta_model(tmp_path, tiny_hf_config(family) if family in DENSE else OTHERS[family]())
-    expected = bits(drawn_plainly(model))
+    expected = bits(drawn_plainly(model, two_units(model)))
     for threads in (1, 2, 5):
         assert different(bits(drawn(model, two_units(model), threads=threads)), expected) == []
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_experts_are_drawn_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """No rule ever sees more than one of a stack, and no two experts are the same."""
+    model = meta_model(tmp_path, moe_config(family))
+    units = list(find_units(model).in_forward_order)
+    expected = drawn_plainly(model, units)
+    largest = max(spec.numel for unit in units for spec in unit.tensors)
+    rule = transformers.PreTrainedModel._init_weights
+
+    def checked(self: Any, module: torch.nn.Module) -> None:
+        assert sum(p.numel() for p in module.parameters() if not p.is_meta) <= largest
+        rule(self, module)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", checked)
+    values = drawn(model, units, threads=3)
+    assert different(bits(values), bits(expected)) == []
+    experts = [e for name, stack in values.items() if ".experts." in name and stack.any() for e in stack]
+    assert len({e.numpy().tobytes() for e in experts}) == len(experts) > 0
+    shuffled = random.Random(1).sample(units, len(units))
+    assert different(bits(drawn(model, shuffled)), bits(expected)) == []
 
 
 def test_every_random_operation_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +133,7 @@ def test_every_random_operation_is_seeded(tmp_path: Path, monkeypatch: pytest.Mo
 
     model = meta_model(tmp_path, tiny_hf_config())
     monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", rule)
-    expected = bits(drawn_plainly(model))
+    expected = bits(drawn_plainly(model, two_units(model)))
     for threads in (1, 5):
         assert different(bits(drawn(model, two_units(model), threads=threads)), expected) == []
 
@@ -123,7 +149,7 @@ def test_threads_may_share_pages(tmp_path: Path) -> None:
         init_weights(model, units.in_forward_order, 1, PlaneWriter(store, layout), threads=8)
         for unit in flat.units:
             store.read_range(unit.name, "master", 0, flat.values[unit.name])
-    assert different(bits(flat.tensors()), bits(drawn_plainly(model))) == []
+    assert different(bits(flat.tensors()), bits(drawn_plainly(model, flat.units))) == []
 
 
 def one_tensor_units(model: Any) -> list[Unit]:
@@ -132,27 +158,35 @@ def one_tensor_units(model: Any) -> list[Unit]:
     ]
 
 
-@pytest.mark.parametrize("family", DENSE)
+#: What a family draws by a rule of its own.
+OWN_RULES = ("A_log",)
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MOE_FAMILIES])
 def test_values_follow_the_rules_of_the_family(tmp_path: Path, family: str) -> None:
     """Constant tensors equal those of transformers; drawn ones have its mean and standard deviation."""
-    config = tiny_hf_config(family, initializer_range=0.05)
+    make = tiny_hf_config if family in DENSE else moe_config
+    config = make(family, initializer_range=0.05)
     model = meta_model(tmp_path, config)
     torch.manual_seed(0)
     reference = dict(
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters()
     )
-    values = drawn(model, two_units(model))
+    values = drawn(model, list(find_units(model).in_forward_order))
     assert values.keys() == reference.keys()
     for name, tensor in values.items():
         expected = reference[name].detach()
+        if name.endswith(OWN_RULES):
+            continue
         if torch.all(expected == expected.flatten()[0]):
             assert torch.equal(tensor, expected), name
         else:
             assert abs(float(tensor.mean())) < 4 * 0.05 / tensor.numel() ** 0.5
             assert float(tensor.std()) == pytest.approx(0.05, rel=4 / tensor.numel() ** 0.5)
-    assert not torch.equal(
-        values["model.layers.0.mlp.up_proj.weight"], values["model.layers.1.mlp.up_proj.weight"]
-    )
+    names = [name for name, value in values.items() if ".layers.1." in name and value.std() > 0]
+    again = [name for name in names if name.replace(".1.", ".2.") in values]
+    assert not any(torch.equal(values[name], values[name.replace(".1.", ".2.")]) for name in again)
+    assert len(again) > 1
 
 
 def test_values_depend_on_seed_and_name_only(tmp_path: Path) -> None:
@@ -258,19 +292,20 @@ def test_one_tensor_is_in_memory_with_one_thread(tmp_path: Path, monkeypatch: py
     assert len(calls) > len(written)
 
 
-def test_threads_take_no_more_than_the_largest_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("floor", [0, 100_000, initialise.DRAWN_BYTES])
+def test_memory_of_threads_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floor: int) -> None:
+    """By that of the largest tensor, or by what is allowed anyway."""
+    monkeypatch.setattr(initialise, "DRAWN_BYTES", floor)
     model = meta_model(tmp_path, tiny_hf_config())
     draw, lock = initialise._draw, threading.Lock()
     held: list[int] = []
     most = {"elements": 0, "tensors": 0}
 
-    def counted(model: Any, name: str, seed: int) -> Any:
+    def counted(model: Any, spec: TensorSpec, seed: int) -> Any:
         with lock:
-            held.append(model.get_parameter(name).numel())
+            held.append(spec.numel)
             most.update(elements=max(most["elements"], sum(held)), tensors=max(most["tensors"], len(held)))
-        return draw(model, name, seed)
+        return draw(model, spec, seed)
 
     def write(unit: str, start: int, values: Any) -> None:
         with lock:
@@ -278,5 +313,6 @@ def test_threads_take_no_more_than_the_largest_tensor(
 
     monkeypatch.setattr(initialise, "_draw", counted)
     init_weights(model, two_units(model), 0, write, threads=4)
-    assert most["elements"] == max(parameter.numel() for parameter in model.parameters())
+    largest = max(parameter.numel() for parameter in model.parameters())
+    assert largest <= most["elements"] <= max(largest, floor // 4)
     assert 1 < most["tensors"] <= 4

@@ -88,11 +88,18 @@ class Flat:
         self.largest = max(self.largest, values.size)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            spec.name: torch.from_numpy(self.values[unit.name][spec.offset : spec.end]).view(spec.shape)
-            for unit in self.units
-            for spec in unit.tensors
-        }
+        """Whole parameters; views of the values where they are no stacks of parts."""
+        found: dict[str, torch.Tensor] = {}
+        parts: dict[str, dict[int, torch.Tensor]] = {}
+        for unit in self.units:
+            for spec in unit.tensors:
+                value = torch.from_numpy(self.values[unit.name][spec.offset : spec.end]).view(spec.shape)
+                if spec.part is None:
+                    found[spec.name] = value
+                else:
+                    parts.setdefault(spec.name, {})[spec.part] = value
+        stacks = {name: torch.stack([of[part] for part in range(len(of))]) for name, of in parts.items()}
+        return found | stacks
 
 
 def different(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
