@@ -40,9 +40,9 @@ def init_weights(
 
     The values come from `_init_weights` of the model's family (norms 1, biases 0, matrices with its
     `initializer_range`). The generator is seeded per tensor from `(seed, parameter name)`, for a part of a
-    stack from `(seed, "name[part]")`, so a value depends on nothing else: not on the order, the cut into units,
-    the threads, the tiers or the dtype that weights are computed with. A part is drawn as a stack of one. Tied
-    parameters are drawn once. `model` is not changed.
+    stack from `(seed, "name[part]")`, so a value depends on nothing else: not on the order, the cut into
+    units, the threads, the tiers or the dtype that weights are computed with. A part is drawn as a stack of
+    one. Tied parameters are drawn once. `model` is not changed.
 
     Besides what `write` takes, `max(DRAWN_BYTES, bytes of the largest tensor in fp32)` of host memory are in
     use.

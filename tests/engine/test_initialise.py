@@ -60,7 +60,7 @@ def drawn_plainly(model: Any, units: list[Unit], seed: int = 1) -> dict[str, tor
     """One after another, from torch's own generator, in the model itself; parts as stacks of one."""
     flat, modules = Flat(units), dict(model.named_modules())
     with protected(model.parameters()):
-        for unit, spec in [(unit.name, spec) for unit in units for spec in unit.tensors]:
+        for unit_name, spec in [(unit.name, spec) for unit in units for spec in unit.tensors]:
             around, _, key = spec.name.rpartition(".")
             owner, meta = modules[around], model.get_parameter(spec.name)
             seeded = spec.name if spec.part is None else f"{spec.name}[{spec.part}]"
@@ -72,7 +72,7 @@ def drawn_plainly(model: Any, units: list[Unit], seed: int = 1) -> dict[str, tor
                 if not around:
                     break
                 around = around.rpartition(".")[0]
-            flat.write(unit, spec.offset, owner._parameters[key].detach().numpy().ravel())
+            flat.write(unit_name, spec.offset, owner._parameters[key].detach().numpy().ravel())
             owner._parameters[key] = meta
     return flat.tensors()
 
