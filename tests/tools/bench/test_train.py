@@ -275,12 +275,13 @@ def test_help_imports_nothing_heavy() -> None:
 #: Moment -> code that prints "running" when it has come.
 MOMENTS = {
     "the state is filled": """
+import time
 from tierstream.engine import initialise
 draw = initialise._draw
-def running(*args):
+def running(*args):  # by threads, each of which ends what it draws
     print("running", flush=True)
-    while True:
-        draw(*args)
+    time.sleep(0.2)
+    return draw(*args)
 initialise._draw = running
 """,
     "steps": """
