@@ -87,7 +87,14 @@ def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Devic
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
+        ConfigError: experts would be streamed several times.
     """
+    train = config.train
+    if any(units.experts) and (train.rows_per_chunk or train.rows_per_step) < train.rows_per_step:
+        raise ConfigError(
+            f"train.rows_per_chunk is {train.rows_per_chunk}, and experts are streamed once for all rows of a "
+            f"step: leave it out, or lower train.rows_per_step ({train.rows_per_step})"
+        )
     return make_plan(
         config.tiers,
         config.optimizer,
@@ -98,6 +105,7 @@ def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Devic
         device_in_host=not device.is_cuda,
         update_threads=update_threads(config),
         available_bytes=memory.memory_budget().available_bytes,
+        expert_nbytes=config.moe.gpu_cache,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.data import DataConfig
 from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
 from tierstream.io.errors import ConfigError
@@ -94,6 +95,7 @@ class RunConfig:
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 

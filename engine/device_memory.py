@@ -7,19 +7,22 @@ the updates of the others are still under way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from tierstream.io.errors import BudgetError
 from tierstream.io.sizes import format_bytes
-from tierstream.tiered.layout import ITEM_BYTES, Layout
+from tierstream.tiered.layout import ITEM_BYTES, Layout, Unit
 
 if TYPE_CHECKING:
     from tierstream.engine.units import ModelUnits
 
 #: Groups of buffers that units share; embedding, head and the units that stay have their own, by their names.
-LAYER_GROUP, ACTIVATION_GROUP = "layers", "activations"
+LAYER_GROUP, BESIDE_GROUP, EXPERT_GROUP, ACTIVATION_GROUP = "layers", "beside", "experts", "activations"
+#: Slots for weights of experts where no budget says how many: one computed with, two on their way, one ahead.
+_EXPERT_SLOTS, _EXPERT_SLOTS_MIN = 4, 2
 #: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
 #: little DRAM.
 IN_FLIGHT_PAGES = 4
@@ -35,6 +38,7 @@ class DeviceMemory:
         sums: of gradients, in fp32: group -> (count, elements of one).
         group_of: unit -> its group in both.
         resident: units that stay, in forward order.
+        expert_slots: count and bytes of the slots for weights of experts; None: there are no experts.
         layer_slots: layers whose weights may be there at once, of those that are streamed.
         nbytes: all of it, the planes of the units that stay and pages that pass through included.
     """
@@ -43,12 +47,19 @@ class DeviceMemory:
     sums: Mapping[str, tuple[int, int]]
     group_of: Mapping[str, str]
     resident: tuple[str, ...]
+    expert_slots: tuple[int, int] | None
     layer_slots: int
     nbytes: int
 
 
 def divide(
-    units: ModelUnits, layout: Layout, *, boundary_nbytes: int | None, passing_nbytes: int, budget: int | None
+    units: ModelUnits,
+    layout: Layout,
+    *,
+    boundary_nbytes: int | None,
+    passing_nbytes: int,
+    expert_nbytes: int | None,
+    budget: int | None,
 ) -> DeviceMemory:
     """Divides the budget; None: as little as training takes.
 
@@ -56,12 +67,14 @@ def divide(
         layout: with every plane of every unit.
         boundary_nbytes: of a staged activation; None: none is staged.
         passing_nbytes: for pages that pass through.
+        expert_nbytes: for weights of experts, of which none stays for good; None: a few experts.
 
     Raises:
-        BudgetError: the budget holds neither all units nor two layers beside the ends.
+        BudgetError: the budget holds neither all units nor two layers beside the ends, or `expert_nbytes` do
+            not hold two experts.
     """
-    division = _Division(units, layout, boundary_nbytes, passing_nbytes)
-    order = tuple(unit.name for unit in units.in_forward_order)
+    division = _Division(units, layout, boundary_nbytes, passing_nbytes, expert_nbytes)
+    order = tuple(unit.name for unit in units.without_experts)
     # Not always less with fewer that stay: with all of them no page passes through, and no slot is shared.
     *most_first, least = (
         division.made(order[:count], division.least_slots(order[:count]))
@@ -93,12 +106,19 @@ def rounds_gradients(layout: Layout) -> bool:
 
 class _Division:
     def __init__(
-        self, units: ModelUnits, layout: Layout, boundary_nbytes: int | None, passing_nbytes: int
+        self,
+        units: ModelUnits,
+        layout: Layout,
+        boundary_nbytes: int | None,
+        passing_nbytes: int,
+        expert_nbytes: int | None,
     ) -> None:
         self._units, self._layout = units, layout
         self._boundary_nbytes, self._passing_nbytes = boundary_nbytes, passing_nbytes
         self.layer_names = [unit.name for unit in units.layers]
         self._ends = {unit.name: unit for unit in (units.embed, units.head)}
+        self._experts = [unit for experts in units.experts for unit in experts]
+        self._expert_slots = _expert_slots(self._experts, expert_nbytes)
 
     def least_slots(self, resident: tuple[str, ...]) -> int:
         """Layer slots without which streaming does not overlap with computing."""
@@ -106,19 +126,33 @@ class _Division:
 
     def made(self, resident: tuple[str, ...], layer_slots: int) -> DeviceMemory:
         units = self._units
-        item_bytes = ITEM_BYTES[units.embed.dtype]
-        streamed = [unit for unit in units.layers if unit.name not in resident]
-        own = [*self._ends.values(), *(unit for unit in units.layers if unit.name in resident)]
-        slots = {unit.name: (1, unit.numel * item_bytes) for unit in own}
+        own = [unit for unit in units.without_experts if unit.name in {*resident, *self._ends}]
+        slots = {unit.name: (1, _weight_nbytes(unit)) for unit in own}
         sums = {unit.name: (1, unit.numel) for unit in own}
-        if streamed:
-            numel = max(unit.numel for unit in streamed)
-            slots[LAYER_GROUP] = layer_slots, numel * item_bytes
-            sums[LAYER_GROUP] = min(2, len(streamed)), numel
-        if self._boundary_nbytes is not None:
-            slots[ACTIVATION_GROUP] = min(2, len(units.layers)), self._boundary_nbytes
+        group_of = {unit.name: unit.name for unit in own}
+
+        def share(group: str, sharing: Sequence[Unit], slot_count: int, sum_count: int) -> None:
+            if not sharing:
+                return
+            if slot_count:
+                slots[group] = slot_count, max(_weight_nbytes(unit) for unit in sharing)
+            sums[group] = min(sum_count, len(sharing)), max(unit.numel for unit in sharing)
+            group_of.update(dict.fromkeys((unit.name for unit in sharing), group))
+
+        together = max(len(beside) for beside in units.beside)
+        layers, beside = (
+            [unit for unit in sharing if unit.name not in group_of]
+            for sharing in (units.layers, chain(*units.beside))
+        )
+        share(LAYER_GROUP, layers, layer_slots, 2)
+        share(BESIDE_GROUP, beside, max(layer_slots, 1) * together, 2 * together)
+        share(EXPERT_GROUP, self._experts, 0, 2)
         everything_stays = len(resident) == len(units.in_forward_order)
         nbytes = 0 if everything_stays else self._passing_nbytes
+        if self._expert_slots is not None:
+            nbytes += self._expert_slots[0] * self._expert_slots[1]
+        if self._boundary_nbytes is not None:
+            slots[ACTIVATION_GROUP] = min(2, len(units.layers)), self._boundary_nbytes
         nbytes += sum(count * size for count, size in slots.values())
         nbytes += _SUM_BYTES * sum(count * numel for count, numel in sums.values())
         nbytes += sum(  # the weights have slots
@@ -129,8 +163,27 @@ class _Division:
         return DeviceMemory(
             slots=slots,
             sums=sums,
-            group_of={unit.name: unit.name for unit in own} | {unit.name: LAYER_GROUP for unit in streamed},
+            group_of=group_of,
             resident=resident,
+            expert_slots=self._expert_slots,
             layer_slots=layer_slots,
             nbytes=nbytes,
         )
+
+
+def _weight_nbytes(unit: Unit) -> int:
+    return unit.numel * ITEM_BYTES[unit.dtype]
+
+
+def _expert_slots(experts: Sequence[Unit], budget: int | None) -> tuple[int, int] | None:
+    """Count and bytes of the slots for weights of experts."""
+    if not experts:
+        return None
+    size = max(_weight_nbytes(unit) for unit in experts)
+    count = _EXPERT_SLOTS if budget is None else min(budget // size, len(experts))
+    if count < min(_EXPERT_SLOTS_MIN, len(experts)):
+        raise BudgetError(
+            f"moe.gpu_cache is {format_bytes(budget or 0)}, and an expert takes {format_bytes(size)}; raise "
+            f"it to {format_bytes(_EXPERT_SLOTS_MIN * size)} at least, or leave it out"
+        )
+    return count, size

@@ -87,6 +87,11 @@ class GradientBuffers:
         self._index = {unit.name: index for index, unit in enumerate(units)}
         self._squares = torch.zeros(len(units), dtype=torch.float64, device=device.torch_device)
 
+    def begin_step(self) -> None:
+        """Units that get no gradient in the step that comes have a norm of zero."""
+        with torch.no_grad():
+            self._squares.zero_()
+
     def open(self, unit: Unit) -> GradientSum:
         """The sum of `unit`, empty at the unit's first use in a step."""
         if unit.name not in self._open:

@@ -59,7 +59,8 @@ class TiersConfig:
     writeback: ByteSize | None = None
     """Bytes of dirty pages on their way to the drives at once; null: an eighth of `dram`."""
     page: ByteSize | None = None
-    """Size of a page, a multiple of 4096 bytes; null: up to 64 MiB, a whole fraction of a layer."""
+    """Size of a page, a multiple of 4096 bytes; null: up to 64 MiB, a whole fraction of a layer
+    or of an expert."""
     activations: Literal["dram", "gpu"] = "dram"
     """Where the inputs of the layers wait for backward: in the store (DRAM, spilling to NVMe), or on the
     device.
@@ -135,10 +136,10 @@ class Plan:
 
 
 def choose_page_bytes(
-    layer_weight_nbytes: int, state_bytes: int, config: TiersConfig, available_bytes: int
+    piece_nbytes: int, state_bytes: int, config: TiersConfig, available_bytes: int
 ) -> int:
-    """Page size: a whole fraction of a layer's weight plane, so that the last page of a plane wastes next to
-    nothing.
+    """Page size: a whole fraction of the weight plane of a layer, or of an expert where there are some: the
+    last page of a plane then wastes next to nothing.
     """
     if config.page is not None:
         return int(config.page)
@@ -146,8 +147,8 @@ def choose_page_bytes(
     dram = int(_AUTO_DRAM_SHARE * available_bytes if config.dram is None else config.dram)
     if dram < state_bytes:
         largest = min(largest, dram // _FRAMES_WANTED)
-    pieces = max(1, -(-layer_weight_nbytes // max(largest, PAGE_ALIGN_BYTES)))
-    return round_up(-(-layer_weight_nbytes // pieces), PAGE_ALIGN_BYTES)
+    pieces = max(1, -(-piece_nbytes // max(largest, PAGE_ALIGN_BYTES)))
+    return round_up(-(-piece_nbytes // pieces), PAGE_ALIGN_BYTES)
 
 
 def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_bytes_in_host: int) -> int:
@@ -224,6 +225,7 @@ def make_plan(
     device_in_host: bool,
     update_threads: int,
     available_bytes: int,
+    expert_nbytes: int | None = None,
 ) -> tuple[Plan, Layout]:
     """Plan of a run and the layout of its planes.
 
@@ -231,28 +233,28 @@ def make_plan(
         rows, seq_len: tokens of a step. device_in_host: the device is the CPU, its buffers take host memory.
         update_threads: CPU threads of the update.
         available_bytes: host memory that may still be used.
+        expert_nbytes: device memory for weights of experts; None: a few experts.
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
     """
     from tierstream.engine.units import build_layout
 
-    item_bytes = ITEM_BYTES[units.embed.dtype]
-    boundary = rows * seq_len * hidden_size * item_bytes if tiers.activations == "dram" else None
+    boundary_nbytes = rows * seq_len * hidden_size * ITEM_BYTES[units.embed.dtype]
+    boundary = boundary_nbytes if tiers.activations == "dram" else None
     layout_of = partial(
-        build_layout,
-        units,
-        master=optimizer.master,
+        build_layout, units, boundary_nbytes=boundary, master=optimizer.master,
         grad_dtype=optimizer.grad_dtype,
-        boundary_nbytes=boundary,
-    )
-    layer_nbytes = max(unit.numel for unit in units.layers) * item_bytes
+    )  # fmt: skip
+    pieces = [unit for experts in units.experts for unit in experts] or units.layers
+    piece_nbytes = max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
     state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
-    layout = layout_of(page_bytes=choose_page_bytes(layer_nbytes, state_bytes, tiers, available_bytes))
+    layout = layout_of(page_bytes=choose_page_bytes(piece_nbytes, state_bytes, tiers, available_bytes))
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
-    passing = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
-    passing += IN_FLIGHT_PAGES * layout.page_bytes if rounds_gradients(layout) else 0
-    memory = divide(units, layout, boundary_nbytes=boundary, passing_nbytes=passing, budget=tiers.gpu)
+    memory = divide(
+        units, layout, boundary_nbytes=boundary, expert_nbytes=expert_nbytes, budget=tiers.gpu,
+        passing_nbytes=_passing_nbytes(units, layout, on_device=on_device),
+    )  # fmt: skip
     layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident)
     dram = size_dram(tiers, layout, available_bytes, memory.nbytes if device_in_host else 0)
     plan = Plan(
@@ -272,3 +274,10 @@ def make_plan(
         gpu_updates=on_device,
     )
     return plan, layout
+
+
+def _passing_nbytes(units: ModelUnits, layout: Layout, *, on_device: bool) -> int:
+    """Device memory for pages that pass through. `on_device`: the planes of updates do."""
+    granules = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
+    rounded = IN_FLIGHT_PAGES * layout.page_bytes if rounds_gradients(layout) else 0
+    return granules + rounded

@@ -42,7 +42,7 @@ def last_projection(
     linears = [module for module in layer.modules() if type(module) is nn.Linear]
     with _replaced_forwards(linears, observed):
         out = run()
-    found = [linear for linear, node in outputs if node is not None and _only_summed(out.grad_fn, node)]
+    found = [linear for linear, node in outputs if node is not None and only_summed(out.grad_fn, node)]
     used_once = len(found) == 1 and sum(linear is found[0] for linear, _ in outputs) == 1
     return out, found[0] if used_once else None
 
@@ -87,8 +87,8 @@ def _replaced_forwards(
                 linear.forward = own  # type: ignore[method-assign]
 
 
-def _only_summed(end: Any, node: Any) -> bool:
-    """Whether all that is made of the output of `node`, on the way to `end`, is sums."""
+def only_summed(end: Any, node: Any) -> bool:
+    """Whether autograd's graph makes nothing but sums of the output of `node`, on the way to `end`."""
     users: dict[Any, list[Any]] = {}
     seen, frontier = {end}, [end]
     while frontier:

@@ -13,12 +13,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from tierstream.engine.activations import ActivationStash
 from tierstream.engine.device import Device
 from tierstream.engine.device_state import DeviceState
 from tierstream.engine.download import Downloader
+from tierstream.engine.expert_cache import ExpertCache
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.interpreter import collect_now_and_then
 from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, unconditional
@@ -106,8 +108,13 @@ class Runtime:
         self._stash = ActivationStash(
             device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
+        self.experts: ExpertCache | None = None
+        if memory.expert_slots is not None:
+            self.experts = ExpertCache(
+                device, store, layout, *memory.expert_slots, self.updates.queue.wait, trace
+            )
         self._sweep = Sweep(
-            model, units, device, self.uploader, self._gradients, self._stash, trace,
+            model, units, device, self.uploader, self._gradients, self._stash, self.experts, trace,
             rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
         )  # fmt: skip
         self._uploads = self._sweep.uploads(self.updates.queue.wait, memory.group_of)
@@ -152,11 +159,15 @@ class Runtime:
         up, down = self.uploader, self.downloader
         to_device, from_device = self.updates.device_bytes
         to_device, from_device = to_device + up.bytes_up, from_device + down.bytes_down
+        hits, misses = up.hits, up.misses
+        if self.experts is not None:
+            to_device += self.experts.bytes_up
+            hits, misses = hits + self.experts.hits, misses + self.experts.misses
         return Traffic(
             bytes_read={"gpu": from_device, "dram": to_device, "nvme": store.nvme_bytes_read},
             bytes_written={"gpu": to_device, "dram": from_device, "nvme": store.nvme_bytes_written},
-            hits={"gpu": up.hits, "dram": store.hits + store.prefetched},
-            misses={"gpu": up.misses, "dram": store.misses},
+            hits={"gpu": hits, "dram": store.hits + store.prefetched},
+            misses={"gpu": misses, "dram": store.misses},
             wait_s={"page": store.read_wait_s, "frame": store.frame_wait_s},
         )
 
@@ -164,8 +175,12 @@ class Runtime:
         """Stop all threads, whatever state they are in. The store stays open: it belongs to the caller."""
         self._stash.abort()
         self.uploader.abort()
+        if self.experts is not None:
+            self.experts.abort()
         self.updates.close()
         self.uploader.close()
+        if self.experts is not None:
+            self.experts.close()
         self.downloader.close()
         self.device.close()
 
@@ -179,7 +194,10 @@ class Runtime:
         else:
             plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
             pages = [page for page, _ in self._schedule(plan, updating=pending is not None)]
+        if self.experts is not None and self._device_is_stale:
+            self.experts.forget()
         self._state.load()
+        self._gradients.begin_step()
         self.store.begin_step(pages, self._following)
         if pending is not None:
             # Where all of the state is in DRAM, nothing updated early can be gone before its upload.
@@ -251,15 +269,34 @@ class Runtime:
             if self._config.updates_in_backward:
                 uses.extend(self.updates.uses(unit))
 
-        for index, (kind, layer) in enumerate(self._sweep.uses):
-            unit = {"embed": self.units.embed, "head": self.units.head}.get(kind) or self.units.layers[layer]
-            if updating and unit.name not in seen and kind != "activation":
-                uses += self.updates.uses(unit)
+        def add_update(unit: Unit) -> None:
+            if updating and unit.name not in seen:
+                uses.extend(self.updates.uses(unit))
                 seen.add(unit.name)
-            add(plan.pages(self.layout, index), Intent.CONSUME if kind == "activation" else Intent.READ)
-            if kind == "forward" and not self._stash.on_device:
-                add(self.layout.pages(activation_unit(layer), "activation"), Intent.OVERWRITE)
-            if kind == "backward" or (kind == "head" and not self.units.tied):
-                add_gradient(unit)
+
+        units = {unit.name: unit for unit in self._order}
+        all_uses = self._sweep.uses
+        for index, (use, next_use) in enumerate(zip_longest(all_uses, all_uses[1:])):
+            if use.kind == "activation":
+                add(plan.pages(self.layout, index), Intent.CONSUME)
+                continue
+            add_update(units[use.unit])
+            add(plan.pages(self.layout, index), Intent.READ)
+            if use.layer is None:
+                if use.kind == "head" and not self.units.tied:
+                    add_gradient(units[use.unit])
+                continue
+            if next_use is not None and use[::2] == next_use[::2]:
+                continue  # more of the same layer comes
+            if use.kind == "forward" and not self._stash.on_device:
+                add(self.layout.pages(activation_unit(use.layer), "activation"), Intent.OVERWRITE)
+            for expert in self.units.experts[use.layer]:
+                add_update(expert)
+                add(self.layout.pages(expert.name, "weight"), Intent.READ)
+                if use.kind == "backward":
+                    add_gradient(expert)
+            if use.kind == "backward":
+                for unit in (self.units.layers[use.layer], *self.units.beside[use.layer]):
+                    add_gradient(unit)
         add_gradient(self.units.embed)
         return uses

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,14 +25,31 @@ from tierstream.engine.activations import ActivationStash
 from tierstream.engine.binding import Binding
 from tierstream.engine.device import Device
 from tierstream.engine.device_memory import ACTIVATION_GROUP
+from tierstream.engine.expert_cache import ExpertCache
+from tierstream.engine.experts import StreamedExperts
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.head import Head
-from tierstream.engine.recompute import last_projection, without_output
+from tierstream.engine.layer_parts import LayerParts
+from tierstream.engine.routing import Choices
 from tierstream.engine.trace import Trace, Track
-from tierstream.engine.units import ModelUnits, activation_unit
+from tierstream.engine.units import ModelUnits, activation_unit, experts_of
 from tierstream.engine.upload import StepPlan, Upload, Uploader
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import Unit
+
+
+class Use(NamedTuple):
+    """One use of device bytes in a sweep, in the order of uploads.
+
+    Attributes:
+        kind: embed, forward, head, activation or backward.
+        unit: whose weights, or whose boundary.
+        layer: None at the ends.
+    """
+
+    kind: str
+    unit: str
+    layer: int | None = None
 
 
 class LayerCall:
@@ -48,6 +66,7 @@ class LayerCall:
         self.rows = self.hidden.shape[0]
         self._leaves = [None if i == self._hidden_at else leaf for i, leaf in enumerate(leaves)]
         self.rng: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.choices = Choices()
         for leaf in self._leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise ModelSourceError(
@@ -116,6 +135,7 @@ class Sweep:
 
     Args:
         model: built by transformers, parameters on `meta`, buffers on the device.
+        cache: where weights of experts come from; None: there are none.
         rows_per_chunk: rows that run through a layer at once.
         loss_chunk_tokens: tokens whose logits exist at once.
     """
@@ -128,12 +148,12 @@ class Sweep:
         uploader: Uploader,
         gradients: GradientBuffers,
         stash: ActivationStash,
+        cache: ExpertCache | None,
         trace: Trace,
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
     ) -> None:
-        self._unneeded: dict[int, nn.Linear | None] = {}
         self._units, self._device, self._uploader = units, device, uploader
         self._gradients, self._stash, self._trace = gradients, stash, trace
         self._rows_per_chunk = rows_per_chunk
@@ -144,22 +164,41 @@ class Sweep:
         self._head_binding = Binding(model, [norm, output], units.head)
         self._head = Head(norm, output, self._head_binding, loss_chunk_tokens)
         self._embedding_binding = Binding(model, [self._embedding], units.embed)
-        self._layer_bindings = [
-            Binding(model, [layer], unit)
-            for layer, unit in zip(self._decoder.layers, units.layers, strict=True)
-        ]
+        self._layers = self._part_layers(model, cache)
         self._embedding_rows = type(self._embedding).forward.__get__(self._embedding)
         self._replace_forwards(norm)
         self.uses = self._list_uses()
         self._use = {use: index for index, use in enumerate(self.uses)}
+        self._head_use = Use("head", units.head.name)
 
-    def _list_uses(self) -> list[tuple[str, int]]:
-        layers = range(len(self._units.layers))
-        uses = [("embed", 0), *(("forward", i) for i in layers), ("head", 0)]
-        for i in reversed(layers):
+    def _part_layers(self, model: Any, cache: ExpertCache | None) -> list[LayerParts]:
+        units, parts = self._units, []
+        before: StreamedExperts | None = None
+        for index, layer in enumerate(self._decoder.layers):
+            experts = None
+            if units.experts[index]:
+                module = experts_of(layer)
+                assert module is not None
+                assert cache is not None
+                experts = StreamedExperts(
+                    module, units.experts[index], self._device, cache, self._gradients, before=before
+                )
+                before = experts
+            parts.append(LayerParts(model, layer, [units.layers[index], *units.beside[index]], experts))
+        return parts
+
+    def _list_uses(self) -> list[Use]:
+        def layer_uses(kind: str, index: int) -> list[Use]:
+            return [Use(kind, unit.name, index) for unit in self._layers[index].units]
+
+        layers = range(len(self._layers))
+        uses = [Use("embed", self._units.embed.name)]
+        uses += [use for index in layers for use in layer_uses("forward", index)]
+        uses += [Use("head", self._units.head.name)]
+        for index in reversed(layers):
             if not self._stash.on_device:
-                uses.append(("activation", i))
-            uses.append(("backward", i))
+                uses.append(Use("activation", activation_unit(index), index))
+            uses += layer_uses("backward", index)
         return uses
 
     def uploads(self, gate: Callable[[str, int], None], group_of: Mapping[str, str]) -> list[Upload]:
@@ -170,19 +209,14 @@ class Sweep:
             gate: blocks until the pending update of a page of the unit's weights has been applied.
         """
 
-        def upload(kind: str, index: int) -> Upload:
-            if kind == "activation":
-                return Upload(
-                    activation_unit(index),
-                    "activation",
-                    ACTIVATION_GROUP,
-                    lambda page: self._stash.wait_stored(index),
-                )
-            end = {"embed": self._units.embed, "head": self._units.head}.get(kind)
-            unit = end or self._units.layers[index]
-            return Upload(unit.name, "weight", group_of[unit.name], partial(gate, unit.name))
+        def upload(use: Use) -> Upload:
+            if use.kind == "activation":
+                assert use.layer is not None
+                wait = partial(self._stash.wait_stored, use.layer)
+                return Upload(use.unit, "activation", ACTIVATION_GROUP, lambda page: wait())
+            return Upload(use.unit, "weight", group_of[use.unit], partial(gate, use.unit))
 
-        return [upload(*use) for use in self.uses]
+        return [upload(use) for use in self.uses]
 
     def run(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
         """Forward, loss and backward of one step, enqueued; the gradients are on their way to their planes.
@@ -195,19 +229,24 @@ class Sweep:
         hidden = self._decoder(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
         ).last_hidden_state
-        use = self._use["head", 0]
-        weights = self._head_binding.tensors(self._uploader.take(use))
+        weights = self._head_binding.tensors(self._take(self._head_use))
         sums = self._gradients.open(self._units.head).views()
         with torch.no_grad(), self._computing("head", self._units.head):
             loss, grad = self._head.loss_and_gradient(
                 weights, hidden.detach(), batch.labels, batch.trained_tokens, sums
             )
-        self._uploader.release(use)
+        self._release(self._head_use)
         if not self._units.tied:
             self._gradients.close(self._units.head)
         torch.autograd.backward(hidden, grad)
         self._uploader.finish()
         return loss
+
+    def _take(self, use: Use) -> torch.Tensor:
+        return self._uploader.take(self._use[use])
+
+    def _release(self, use: Use) -> None:
+        self._uploader.release(self._use[use])
 
     def _computing(self, what: str, unit: Unit) -> AbstractContextManager[None]:
         """The block enqueues the unit's computation; all that it needs was waited for before."""
@@ -216,60 +255,61 @@ class Sweep:
     def layer_forward(self, call: LayerCall, hidden: torch.Tensor) -> torch.Tensor:
         self._stash.put(call.layer, hidden)
         call.rng = self._device.rng_state()
-        use = self._use["forward", call.layer]
-        binding = self._layer_bindings[call.layer]
-        weights = binding.tensors(self._uploader.take(use))
-        with self._computing("forward", binding.unit), binding.bound(weights):
+        parts = self._layers[call.layer]
+        uses = [Use("forward", unit.name, call.layer) for unit in parts.units]
+        weights = parts.tensors([self._take(use) for use in uses])
+        with (
+            self._computing("forward", parts.units[0]),
+            parts.bound(weights),
+            parts.choices_recorded(call.choices),
+        ):
             out = _joined(hidden, ((rows, call.run(hidden[rows], rows)) for rows in self._chunks(call.rows)))
-        self._uploader.release(use)
+        for use in uses:
+            self._release(use)
         return out
 
     def layer_backward(self, call: LayerCall, grad_out: torch.Tensor) -> torch.Tensor:
-        use = self._use["backward", call.layer]
+        parts = self._layers[call.layer]
+        uses = [Use("backward", unit.name, call.layer) for unit in parts.units]
         hidden = self._stashed(call.layer, grad_out)
-        binding = self._layer_bindings[call.layer]
-        leaves = [w.detach().requires_grad_() for w in binding.tensors(self._uploader.take(use))]
-        total = self._gradients.open(binding.unit)
+        weights = parts.tensors([self._take(use) for use in uses])
+        leaves = [[w.detach().requires_grad_() for w in own] for own in weights]
+        totals = [self._gradients.open(unit) for unit in parts.units]
         assert call.rng is not None
 
         def chunk_backward(rows: slice) -> torch.Tensor:
             part = hidden[rows].detach().requires_grad_()
-            out = self._recompute(call, part, rows)
-            grad_part, *grads = torch.autograd.grad(out, [part, *leaves], grad_out[rows], allow_unused=True)
-            total.add(grads)
+            out = parts.recompute(lambda: call.run(part, rows))
+            wanted = [part, *chain(*leaves)]
+            grad_part, *grads = torch.autograd.grad(out, wanted, grad_out[rows], allow_unused=True)
+            for total, own in zip(totals, leaves, strict=True):
+                total.add(grads[: len(own)])
+                del grads[: len(own)]
             return grad_part
 
         with (
-            self._computing("backward", binding.unit),
+            self._computing("backward", parts.units[0]),
             torch.enable_grad(),
-            binding.bound(leaves),
+            parts.bound(leaves),
+            parts.choices_replayed(call.choices),
             self._device.replayed_rng(call.rng),
         ):
             grad_in = _joined(hidden, ((rows, chunk_backward(rows)) for rows in self._chunks(call.rows)))
-        self._uploader.release(use)
+        for use in uses:
+            self._release(use)
         if not self._stash.on_device:
-            self._uploader.release(self._use["activation", call.layer])
-        self._gradients.close(binding.unit)
+            self._release(Use("activation", activation_unit(call.layer), call.layer))
+        for unit in (*parts.units, *([] if parts.experts is None else parts.experts.idle)):
+            self._gradients.open(unit)
+            self._gradients.close(unit)
         return grad_in
 
-    def _recompute(self, call: LayerCall, part: torch.Tensor, rows: slice) -> torch.Tensor:
-        """The layer's output with its graph; what no gradient needs is left out once it is known."""
-        layer = self._decoder.layers[call.layer]
-        if getattr(layer, "compiled_whole", False):  # see kernels.compile_layers
-            return call.run(part, rows)
-        if call.layer not in self._unneeded:
-            out, self._unneeded[call.layer] = last_projection(layer, lambda: call.run(part, rows))
-            return out
-        with without_output(self._unneeded[call.layer]):
-            return call.run(part, rows)
-
     def embedding_forward(self, ids: torch.Tensor) -> torch.Tensor:
-        use = self._use["embed", 0]
-        binding = self._embedding_binding
-        weights = binding.tensors(self._uploader.take(use))
+        binding, use = self._embedding_binding, Use("embed", self._units.embed.name)
+        weights = binding.tensors(self._take(use))
         with self._computing("forward", binding.unit), binding.bound(weights):
             out = self._embedding_rows(ids)
-        self._uploader.release(use)
+        self._release(use)
         return out
 
     def embedding_backward(self, ids: torch.Tensor, grad_out: torch.Tensor) -> None:
@@ -286,7 +326,7 @@ class Sweep:
     def _stashed(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         if self._stash.on_device:
             return self._stash.take_local(layer)
-        flat = self._uploader.take(self._use["activation", layer])
+        flat = self._take(Use("activation", activation_unit(layer), layer))
         return flat[: like.numel() * like.itemsize].view(like.dtype).view(like.shape)
 
     def _chunks(self, rows: int) -> list[slice]:

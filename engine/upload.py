@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 
 from tierstream.engine.device import Device, Event
-from tierstream.engine.device_memory import IN_FLIGHT_PAGES
+from tierstream.engine.page_copies import PageCopies
 from tierstream.engine.trace import Trace, Track
 from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import Layout, Page
-from tierstream.tiered.store import Intent, Store
+from tierstream.tiered.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,10 @@ class Uploader:
         trace: Trace,
         resident: Collection[str] = (),
     ) -> None:
-        self._device, self._store, self._layout, self._trace = device, store, layout, trace
-        self._resident = resident
+        self._device, self._trace, self._resident = device, trace, resident
+        self._copies = PageCopies(
+            device, device.upload, store, layout, trace, waits=Track.UPLOADER, copies=Track.UPLOAD
+        )
         self._slots = {
             name: [_Slot(device.buffer(nbytes)) for _ in range(count)]
             for name, (count, nbytes) in groups.items()
@@ -135,7 +137,6 @@ class Uploader:
             for name, (count, _) in groups.items()
         }
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploader")
-        self._credits = threading.BoundedSemaphore(IN_FLIGHT_PAGES)
         self._state = threading.Condition()
         self._filled: list[bool] = []
         self._released: list[bool] = []
@@ -143,7 +144,12 @@ class Uploader:
         self._plan: StepPlan | None = None
         self._error: BaseException | None = None
         self._aborted = False
-        self.bytes_up = self.hits = self.misses = 0
+        self.hits = self.misses = 0
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes copied to the device so far."""
+        return self._copies.bytes_up
 
     def plan(self, uploads: Sequence[Upload], *, stale: bool) -> StepPlan:
         """Slots for a step's uploads.
@@ -248,33 +254,10 @@ class Uploader:
             raise
 
     def _fill(self, upload: Upload, assignment: Assignment, slot: _Slot) -> None:
-        lane, layout, trace = self._device.upload, self._layout, self._trace
-        cause = "download" if upload.plane == "activation" else "update"
-        with trace.wait(Track.UPLOADER, "slot", upload.unit), self._state:
+        with self._trace.wait(Track.UPLOADER, "slot", upload.unit), self._state:
             self._state.wait_for(
                 lambda: self._aborted or assignment.after < 0 or self._released[assignment.after]
             )
             if self._aborted:
                 raise InvariantError("uploads were aborted")
-        lane.wait(slot.idle)
-        self._device.poison(slot.buffer, lane)
-        intent = Intent.CONSUME if upload.plane == "activation" else Intent.READ
-        end = layout.spec(upload.unit, upload.plane).nbytes
-        with lane.active(), trace.on_lane(Track.UPLOAD, lane, upload.plane, upload.unit):
-            for page in layout.pages(upload.unit, upload.plane):
-                start = page.index * layout.page_bytes
-                size = min(layout.page_bytes, end - start)
-                with trace.wait(Track.UPLOADER, cause, upload.unit):
-                    upload.gate(page.index)
-                with trace.wait(Track.UPLOADER, "copies", upload.unit):
-                    self._credits.acquire()
-                with trace.wait(Track.UPLOADER, "page", upload.unit):
-                    lease = self._store.acquire([(page, intent)])
-                lane.copy_in(slot.buffer[start : start + size], lease.arrays[0][:size])
-                lane.when_done(lambda lease=lease: self._give_back(lease))  # type: ignore[misc]
-                self.bytes_up += size
-        slot.ready = lane.record()
-
-    def _give_back(self, lease: object) -> None:
-        self._store.release(lease)  # type: ignore[arg-type]
-        self._credits.release()
+        slot.ready = self._copies.fill(slot.buffer, slot.idle, upload.unit, upload.plane, upload.gate)

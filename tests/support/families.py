@@ -13,7 +13,7 @@ import transformers
 
 #: Sizes that all have: no tensor is a multiple of a page, and heads are few.
 _COMMON = {
-    "vocab_size": 131, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 259, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None, "use_cache": False,
 }  # fmt: skip
@@ -76,6 +76,10 @@ def moe_config(family: str, **other: Any) -> Any:
     """The configuration of a small model with experts."""
     name, own = _FAMILIES[family]
     return getattr(transformers, name)(**{**_COMMON, **own, **other})
+
+
+def has_experts(config: Any) -> bool:
+    return config.model_type in _FAMILIES
 
 
 def random_weights(model: Any, seed: int = 1) -> Any:

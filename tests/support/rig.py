@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from support import families
 from support.stores import drives_in
 
 from tierstream.engine.byte_size import ByteSize
@@ -57,6 +58,11 @@ def reference_model(config: Any, dtype: torch.dtype, attention: str = "sdpa") ->
     gradients count.
     """
     torch.manual_seed(11)
+    if families.has_experts(config):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        )
+        return families.random_weights(model).train()
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=attention
     )
@@ -100,6 +106,7 @@ class Setup:
     dram: int | None = None
     gpu_all: bool = False
     gpu: int | None = None
+    expert_nbytes: int | None = None
     nvme: Path | None = None
     policy: str = "lookahead"
     prefetch: int | None = None
@@ -144,7 +151,7 @@ class Rig:
         self.plan, self.layout = make_plan(
             tiers, setup.optimizer, self.units, hidden_size=hf_config.hidden_size, rows=setup.rows,
             seq_len=setup.seq_len, device_in_host=setup.device == "cpu", update_threads=setup.threads,
-            available_bytes=4 << 30,
+            available_bytes=4 << 30, expert_nbytes=setup.expert_nbytes,
         )  # fmt: skip
         self.backend = open_backend("posix", threads=2) if setup.nvme is not None else None
         self.directory = None
@@ -166,8 +173,13 @@ class Rig:
         values = dict(self.reference.named_parameters())
         for unit in self.units.in_forward_order:
             for tensor in unit.tensors:
-                write(unit.name, tensor.offset, values[tensor.name].detach().float().numpy())
+                value = values[tensor.name].detach().float().numpy()
+                write(unit.name, tensor.offset, value if tensor.part is None else value[tensor.part])
         materialise_buffers(model, None, setup.device)
+        stored = self.reference.state_dict()  # buffers of a checkpoint among them
+        for name, buffer in model.named_buffers():
+            if name in stored:
+                buffer.copy_(stored[name])
         self.runtime = Runtime(
             model, self.units, self.layout, self.plan, self.store, self.device, setup.optimizer,
             rows_per_chunk=setup.rows_per_chunk, loss_chunk_tokens=setup.loss_chunk_tokens,
@@ -192,12 +204,18 @@ class Rig:
 
     def tensors(self, plane: str = "weight") -> dict[str, torch.Tensor]:
         """fp32 copies of one plane of every tensor, by parameter name."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
+        stacks: dict[str, list[torch.Tensor]] = {}
         for unit in self.units.in_forward_order:
             flat = torch.from_numpy(self.plane(unit.name, plane))
             flat = flat.view(torch.bfloat16).float() if flat.dtype == torch.uint16 else flat
-            found.update({t.name: flat[t.offset : t.end].view(t.shape) for t in unit.tensors})
-        return found
+            for tensor in unit.tensors:
+                value = flat[tensor.offset : tensor.end].view(tensor.shape)
+                if tensor.part is None:
+                    found[tensor.name] = value
+                else:
+                    stacks.setdefault(tensor.name, []).append(value)
+        return found | {name: torch.stack(parts) for name, parts in stacks.items()}
 
     def close(self) -> None:
         self.runtime.close()

@@ -1,0 +1,82 @@
+"""Experts streamed one by one against transformers' own: loss and every gradient, routing, who is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.families import MOE_FAMILIES, moe_config
+from support.rig import PlainTraining, Setup, batches, rig, same_bits
+
+from tierstream.engine.optimizer import OptimizerConfig
+
+
+def setup(family: str, **changes: object) -> Setup:
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=0.5, warmup_steps=2)
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    made = Setup(config=moe_config(family), optimizer=optimizer, attention=attention, page=4096)
+    return made.but(loss_chunk_tokens=10_000, **changes)
+
+
+def plain_gradients(made: Setup, batch: object) -> tuple[float, dict[str, torch.Tensor]]:
+    plain = PlainTraining(made)
+    torch.manual_seed(3)
+    logits = plain.model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+    ).logits
+    summed = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+    (summed / batch.trained_tokens).backward()
+    return summed.item() / batch.trained_tokens, {
+        name: p.grad.float() for name, p in plain.model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_loss_and_gradients_in_fp32(family: str) -> None:
+    made = setup(family)
+    (batch,) = batches(1)
+    loss, expected = plain_gradients(made, batch)
+    with rig(made) as run:
+        torch.manual_seed(3)
+        outcome = run.train([batch])[0]
+        found = run.tensors("grad")
+    assert outcome.loss == pytest.approx(loss, rel=1e-6)
+    worst = {
+        name: ((found[name] - grad).norm() / grad.norm().clamp(min=1e-12)).item()
+        for name, grad in expected.items()
+    }
+    assert not {name: d for name, d in worst.items() if not d <= 1e-6}
+
+
+#: Tiers, and what experts get of the device: two slots, half a layer's, all.
+PLACES = {"two": 2, "half": 4, "all": 24}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_place_gives_the_same_bits(tmp_path: Path, family: str, dtype: str) -> None:
+    """Four steps; idle experts, skipped outputs poisoned, copies delayed."""
+    base = setup(family, dtype=dtype)
+    steps = batches(3)
+
+    def result(made: Setup) -> tuple[list[tuple[float, float]], dict[tuple[str, str], object]]:
+        torch.manual_seed(3)
+        with rig(made) as run:
+            outcomes = run.train(steps)
+            return [(o.loss, o.verdict.grad_norm) for o in outcomes], run.planes()
+
+    with rig(base) as run:
+        expert_nbytes = max(
+            unit.numel * (2 if dtype == "bfloat16" else 4) for own in run.units.experts for unit in own
+        )
+    expected = result(base.but(expert_nbytes=24 * expert_nbytes, activations="gpu", gpu_all=True))
+    for name, count in PLACES.items():
+        made = base.but(expert_nbytes=count * expert_nbytes, faults_seed=count)
+        if name != "half":
+            made = made.but(nvme=tmp_path / name, dram=40 * made.page)
+        losses, planes = result(made)
+        assert losses == expected[0]
+        assert same_bits(planes, expected[1]) == []
