@@ -220,7 +220,8 @@ DEEPSPEED = [
 def test_a_real_peer_trains_the_same_model(
     bench: StorageBench, tmp_path: Path, name: peers.PeerName, dtype: str, close: float
 ) -> None:
-    args = ["--dtype", dtype, "--baseline", name, "--peer-nvme-dir", str(tmp_path)]
+    args = ["--dtype", dtype, "--baseline", name]
+    args += ["--peer-nvme-dir", str(tmp_path)] if peers.uses_nvme(name) else []
     (peer,) = measured(bench, *args)["details"]["peers"]
     assert peer["first_loss"] == pytest.approx(peer["first_loss_tiered"], rel=close)
     assert os.listdir(tmp_path) == []
