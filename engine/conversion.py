@@ -3,7 +3,7 @@
 Most tensors are only renamed. Some families store other tensors than they compute with (one matrix per expert
 on disk, all experts stacked in the model); transformers describes that by `WeightConverter`s, which are run
 here on meta tensors to learn what they make, and later on real ones, one expert at a time where the layout
-allows it.
+allows it. Weights in MXFP4 are dequantised (`engine/mxfp4.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from tierstream.engine.mxfp4 import Mxfp4Stack, find_stacks
 from tierstream.engine.safetensors_dir import CheckpointDir
 from tierstream.io.errors import ModelSourceError
 
@@ -75,7 +76,7 @@ class ResolvedNames:
     nowhere -> the name that they would have in the model."""
 
     direct: Mapping[str, str]
-    conversions: tuple[Conversion, ...]
+    conversions: tuple[Conversion | Mxfp4Stack, ...]
     unexpected: Mapping[str, str]
 
 
@@ -84,29 +85,35 @@ def resolve_names(model: Any, checkpoint: CheckpointDir) -> ResolvedNames:
 
     Raises:
         ModelSourceError: two tensors claim one parameter, some names carry the base model's prefix and others
-            lack it, or transformers' conversion fails.
+            lack it, transformers' conversion fails, or the shapes of weights in MXFP4 do not fit.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     meta, prefix = model.state_dict(), model.base_model_prefix
+    quantised = find_stacks(checkpoint)
+    packed = {entry.name for pair in quantised.values() for entry in pair}
     direct: dict[str, str] = {}
+    stacks: list[Mxfp4Stack] = []
     collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     unexpected: dict[str, str] = {}
     bare: list[str] = []
     prefixed: list[str] = []
-    for key in sorted(checkpoint.tensors, key=dot_natural_key):
+    for key in sorted((checkpoint.tensors.keys() | quantised.keys()) - packed, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, meta)
         if target not in meta and key in meta:  # as transformers: a renaming that should not have fired
             target, pattern = rename_source_key(key, [], [], prefix, meta)
         if target not in meta:
-            unexpected[key] = target
+            stored = [entry.name for entry in quantised[key]] if key in quantised else [key]
+            unexpected |= dict.fromkeys(stored, target)
             continue
         if target.startswith(f"{prefix}."):
             without_prefix, _ = rename_source_key(key, renamings, converters)
             (bare if without_prefix != target else prefixed).append(key)
-        if pattern is not None:
+        if key in quantised:
+            stacks.append(Mxfp4Stack(target, *quantised[key]))
+        elif pattern is not None:
             _, sources = collected.setdefault(target, (by_pattern[pattern], defaultdict(list)))
             sources[pattern].append(key)
         elif target in direct:
@@ -116,17 +123,23 @@ def resolve_names(model: Any, checkpoint: CheckpointDir) -> ResolvedNames:
         else:
             direct[target] = key
     if bare and prefixed:
-        odd = min(bare, prefixed, key=len)
-        raise ModelSourceError(
-            f"{checkpoint.path}: {len(odd)} tensors, the first {odd[0]}, are named "
-            f"{'without' if odd is bare else 'with'} the prefix '{prefix}.' and the others are not: shards "
-            "of different versions; download them again"
-        )
+        _refuse_two_prefixes(checkpoint, prefix, bare, prefixed)
     conversions = tuple(
         _plan_conversion(model, checkpoint, target, converter, sources)
         for target, (converter, sources) in collected.items()
     )
-    return ResolvedNames(direct, conversions, unexpected)
+    return ResolvedNames(direct, (*conversions, *stacks), unexpected)
+
+
+def _refuse_two_prefixes(
+    checkpoint: CheckpointDir, prefix: str, bare: list[str], prefixed: list[str]
+) -> NoReturn:
+    odd = min(bare, prefixed, key=len)
+    raise ModelSourceError(
+        f"{checkpoint.path}: {len(odd)} tensors, the first {odd[0]}, are named "
+        f"{'without' if odd is bare else 'with'} the prefix '{prefix}.' and the others are not: shards "
+        "of different versions; download them again"
+    )
 
 
 def _plan_conversion(
@@ -152,10 +165,12 @@ def _plan_conversion(
     except (
         Exception
     ) as error:  # a converter is any code of transformers; on bad shapes it raises what it likes
-        keys = [key for group in sources.values() for key in group]
-        shapes = ", ".join(f"{key} {list(checkpoint.tensors[key].shape)}" for key in keys[:4])
+        groups = " and ".join(
+            f"{len(keys)} tensors like {keys[0]} {list(checkpoint.tensors[keys[0]].shape)}"
+            for keys in sources.values()
+        )
         raise ModelSourceError(
-            f"{checkpoint.path}: transformers cannot make {target} of {shapes} ({len(keys)} tensors): {error}"
+            f"{checkpoint.path}: transformers cannot make {target} of {groups}: {error}"
         ) from error
     shapes_made = {name: tuple(value.shape) for name, value in made.items()}
     frozen = {pattern: tuple(keys) for pattern, keys in sources.items()}

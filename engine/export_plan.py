@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from tierstream.engine.meta_model import is_kept_in_fp32
 from tierstream.engine.safetensors_dir import some
 from tierstream.engine.units import TORCH_DTYPES
 from tierstream.io.errors import InvariantError
@@ -88,8 +88,6 @@ def export_dtype(model: Any, unit: Unit, spec: TensorSpec, dtype: ExportDtype | 
     """Type in which one parameter is exported."""
     if dtype is None or dtype == unit.dtype:
         return TORCH_DTYPES[unit.dtype]
-    # Patterns of parameters that the family keeps in fp32 (routers), read as transformers reads them.
-    kept = model._get_dtype_plan(TORCH_DTYPES[dtype])
-    if any(re.search(pattern.replace("*", ".*"), spec.name) for pattern in kept):
+    if is_kept_in_fp32(model, spec.name, TORCH_DTYPES[dtype]):
         return torch.float32
     return TORCH_DTYPES[dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,8 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
         `(model, model.config)`. Nothing is downloaded, and no code from the model directory is run.
 
     Raises:
-        ModelSourceError: no readable configuration, a quantised model, or one that is not a causal decoder.
+        ModelSourceError: no readable configuration, a quantised model (but for MXFP4, which is built as if it
+            were none), or one that is not a causal decoder.
         ConfigError: the family does not have the attention implementation that was asked for.
     """
     import torch
@@ -42,7 +44,18 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
         raise ConfigError(
             f"model.attention={config.attention!r} cannot be used with {type(hf_config).__name__}: {error}"
         ) from error
+    for module_name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            # A router's correction bias: from_pretrained keeps it in fp32, from_config not in every version.
+            if buffer is not None and is_kept_in_fp32(model, f"{module_name}.{key}", model.dtype):
+                module._buffers[key] = buffer.float()
     return model.train(), model.config
+
+
+def is_kept_in_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether the family of a model in `dtype` keeps this parameter or buffer in fp32 (routers)."""
+    # Patterns, read as transformers reads them.
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in model._get_dtype_plan(dtype))
 
 
 def read_hf_config(config: ModelConfig) -> Any:
@@ -72,10 +85,13 @@ def read_hf_config(config: ModelConfig) -> Any:
         raise ModelSourceError(f"{file}: transformers has no causal language model for {kind}")
     if getattr(hf_config, "quantization_config", None) is not None:
         method = dict(hf_config.quantization_config).get("quant_method", "unknown")
-        raise ModelSourceError(
-            f"{file}: the weights are quantised ({method}); training needs a bf16, fp16 or fp32 "
-            "version of this model"
-        )
+        if method != "mxfp4":
+            raise ModelSourceError(
+                f"{file}: the weights are quantised ({method}); training needs a bf16, fp16, fp32 or mxfp4 "
+                "version of this model"
+            )
+        # Loading dequantises: what is trained and exported is not quantised.
+        del hf_config.quantization_config
     return hf_config
 
 

@@ -65,12 +65,13 @@ class CheckpointDir:
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     unnamed_files: tuple[str, ...] = ()
 
-    def read(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of one whole tensor."""
+    def read(self, name: str, row: int | None = None) -> NDArray[np.uint8]:
+        """The bytes of one tensor, or of its element `row` along the first dimension."""
         entry = self.tensors[name]
-        out = np.empty(entry.nbytes, np.uint8)
+        nbytes = entry.nbytes if row is None else entry.nbytes // entry.shape[0]
+        out = np.empty(nbytes, np.uint8)
         with _opened(entry.file) as fd:
-            transfer_all(Direction.READ, fd, str(entry.file), out, entry.offset)
+            transfer_all(Direction.READ, fd, str(entry.file), out, entry.offset + (row or 0) * nbytes)
         return out
 
     def slices(self, name: str, max_elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:

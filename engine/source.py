@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -19,9 +20,10 @@ from numpy.typing import NDArray
 
 from tierstream.engine.conversion import Conversion, ResolvedNames, resolve_names
 from tierstream.engine.initialise import WriteRange
+from tierstream.engine.mxfp4 import Mxfp4Stack
 from tierstream.engine.safetensors_dir import FLOAT_DTYPES, CheckpointDir, some
 from tierstream.io.errors import InvariantError, ModelSourceError
-from tierstream.tiered.layout import Unit
+from tierstream.tiered.layout import TensorSpec, Unit
 
 #: Host memory that loading may take for its buffers.
 LOAD_BUFFER_BYTES = 64 << 20
@@ -43,14 +45,14 @@ class LoadPlan:
     Attributes:
         parameters: parameter -> stored tensor with the same elements in the same order. Of tied parameters it
             is the first name, that of `named_parameters`.
-        conversions: the parameters that transformers computes from other tensors.
+        conversions: the parameters that transformers computes from other tensors, and those in MXFP4.
         buffers: persistent buffer -> stored tensor.
         skipped: stored tensor -> why it is not loaded.
     """
 
     checkpoint: CheckpointDir
     parameters: Mapping[str, str] = field(repr=False)
-    conversions: tuple[Conversion, ...] = field(repr=False)
+    conversions: tuple[Conversion | Mxfp4Stack, ...] = field(repr=False)
     buffers: Mapping[str, str]
     skipped: Mapping[str, str]
 
@@ -60,12 +62,12 @@ class LoadPlan:
         converted = (key for conversion in self.conversions for key in conversion.keys)
         return sum(self.checkpoint.tensors[key].nbytes for key in (*self.parameters.values(), *converted))
 
-    def read_tensor(self, key: str) -> torch.Tensor:
-        """One whole stored tensor in its stored type."""
+    def read_tensor(self, key: str, row: int | None = None) -> torch.Tensor:
+        """One stored tensor in its stored type, or its element `row` along the first dimension."""
         entry = self.checkpoint.tensors[key]
-        return (
-            torch.from_numpy(self.checkpoint.read(key)).view(STORED_DTYPES[entry.dtype]).reshape(entry.shape)
-        )
+        shape = entry.shape if row is None else entry.shape[1:]
+        raw = torch.from_numpy(self.checkpoint.read(key, row))
+        return raw.view(STORED_DTYPES[entry.dtype]).reshape(shape)
 
 
 def plan_load(model: Any, checkpoint: CheckpointDir) -> LoadPlan:
@@ -113,47 +115,74 @@ def load_weights(
 ) -> None:
     """Stream every parameter of `units` through `write(unit name, first element, fp32 values)`.
 
+    Of a stack of experts, each expert's values go to its own unit.
+
     Args:
-        buffer_bytes: bound of the memory that one slice takes. A parameter that transformers computes from
-            several tensors takes those tensors (of stacked experts: those of one expert) in fp32 besides.
+        buffer_bytes: bound of the memory that one slice takes. A parameter that is computed from several
+            tensors takes those tensors (of stacked experts: those of one expert) in fp32 besides.
 
     Raises:
         ModelSourceError: a NaN or infinite weight, naming tensor, file and count.
         StorageError: a read failed.
     """
-    places = {spec.name: (unit.name, spec.offset) for unit in units for spec in unit.tensors}
-    planned = plan.parameters.keys() | {
-        name for conversion in plan.conversions for name in conversion.targets
-    }
-    if places.keys() != planned:
-        raise InvariantError(f"units and load plan differ in {some(sorted(places.keys() ^ planned))}")
     tensors = plan.checkpoint.tensors
+    destinations = _Destinations(units, write)
+    planned = {name: tensors[key].numel for name, key in plan.parameters.items()}
+    planned |= {name: prod(shape) for c in plan.conversions for name, shape in c.targets.items()}
+    if odd := dict(destinations.numel().items() ^ planned.items()):
+        raise InvariantError(f"units and load plan differ in {some(sorted(odd))}")
     for name, key in sorted(
         plan.parameters.items(), key=lambda item: (tensors[item[1]].file, tensors[item[1]].offset)
     ):
-        _load_tensor(plan.checkpoint, key, places[name], write, buffer_bytes)
+        _load_tensor(plan.checkpoint, key, name, destinations, buffer_bytes)
     for conversion in plan.conversions:
         for name, start, values in conversion.stream(plan.read_tensor):
             if nonfinite := _count_nonfinite(values):
                 _refuse_nonfinite(
                     nonfinite, f"{name} (of {some(list(conversion.keys))})", tensors[conversion.keys[0]].file
                 )
-            unit, offset = places[name]
-            write(unit, offset + start, values)
+            destinations.write(name, start, values)
+
+
+class _Destinations:
+    """Where the elements of parameters go: to one unit, or of a stack, part by part, to several."""
+
+    def __init__(self, units: Iterable[Unit], write: WriteRange) -> None:
+        self._write = write
+        found: dict[str, list[tuple[Unit, TensorSpec]]] = {}
+        for unit in units:
+            for spec in unit.tensors:
+                found.setdefault(spec.name, []).append((unit, spec))
+        self._places = {
+            name: sorted(places, key=lambda place: place[1].part or 0) for name, places in found.items()
+        }
+
+    def numel(self) -> dict[str, int]:
+        """Parameter -> its elements."""
+        return {name: sum(spec.numel for _, spec in places) for name, places in self._places.items()}
+
+    def write(self, name: str, start: int, values: NDArray[np.float32]) -> None:
+        """Elements `[start, start + len(values))` of a parameter."""
+        places, done = self._places[name], 0
+        while done < values.size:
+            part, inside = divmod(start + done, places[0][1].numel)  # parts are all of one size
+            unit, spec = places[part]
+            count = min(spec.numel - inside, values.size - done)
+            self._write(unit.name, spec.offset + inside, values[done : done + count])
+            done += count
 
 
 def _load_tensor(
-    checkpoint: CheckpointDir, key: str, place: tuple[str, int], write: WriteRange, buffer_bytes: int
+    checkpoint: CheckpointDir, key: str, name: str, destinations: _Destinations, buffer_bytes: int
 ) -> None:
-    """Stream one stored tensor to `place` (unit, element). Its buffers end with this call."""
+    """Stream one stored tensor to the parameter `name`. Its buffers end with this call."""
     entry = checkpoint.tensors[key]
-    unit, offset = place
     nonfinite = 0
     for start, values in checkpoint.slices(
         key, max(1, buffer_bytes // (FLOAT_DTYPES[entry.dtype].itemsize + 4))
     ):
         nonfinite += _count_nonfinite(values)
-        write(unit, offset + start, values)
+        destinations.write(name, start, values)
     if nonfinite:
         _refuse_nonfinite(nonfinite, key, entry.file)
 
@@ -173,16 +202,17 @@ def _refuse_mismatch(
 ) -> None:
     """Raise one error that lists all tensors that do not fit."""
     wanted, tensors = model.state_dict(), checkpoint.tensors
-    shapes = {name: (key, tensors[key].shape) for name, key in names.direct.items()}
-    shapes |= {name: (c.keys[0], shape) for c in names.conversions for name, shape in c.targets.items()}
-    left_over += [f"{key} (as {name})" for name, (key, _) in shapes.items() if name not in wanted]
+    made = {name: (c.keys, shape) for c in names.conversions for name, shape in c.targets.items()}
+    left_over += [f"{keys[0]} (as {name})" for name, (keys, _) in made.items() if name not in wanted]
+    shapes = {name: (f"{key} is", tensors[key].shape) for name, key in names.direct.items()}
+    shapes |= {name: (f"{some(list(keys), 1)} make", shape) for name, (keys, shape) in made.items()}
     reshaped = [
-        f"{key} is {list(shape)} where the model has {list(wanted[name].shape)}"
-        for name, (key, shape) in shapes.items()
+        f"{what} {list(shape)} where the model has {list(wanted[name].shape)}"
+        for name, (what, shape) in shapes.items()
         if name in wanted and shape != tuple(wanted[name].shape)
     ]
     read = [key for name, key in names.direct.items() if wanted[name].is_floating_point()]
-    read += [key for conversion in names.conversions for key in conversion.keys]
+    read += [key for c in names.conversions if isinstance(c, Conversion) for key in c.keys]
     retyped = [f"{key} is {tensors[key].dtype}" for key in read if tensors[key].dtype not in FLOAT_DTYPES]
     problems = [
         f"{len(found)} {what}: {some(found)}"

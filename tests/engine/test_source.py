@@ -12,39 +12,26 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from support.models import (
-    DENSE,
-    SIZES,
-    Flat,
-    different,
-    edit_json,
-    rewrite,
-    save_model,
-    tiny_model,
-    two_units,
-)
+from safetensors.torch import load_file
+from support.families import MOE_FAMILIES, moe_config, random_weights
+from support.models import DENSE, SIZES, Flat, different, edit_json, rewrite, save_model, tiny_model
 
 from tierstream.engine.meta_model import build_meta_model, materialise_buffers
 from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.safetensors_dir import INDEX_FILE, open_checkpoint
+from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.source import LoadPlan, load_weights, plan_load
-from tierstream.io.errors import ModelSourceError
-
-MIXTURE = {
-    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0],
-    "decoder_sparse_step": 1,
-}  # fmt: skip
+from tierstream.engine.units import find_units
+from tierstream.io.errors import InvariantError, ModelSourceError
 
 
 def plan_of(path: Path, dtype: str = "bfloat16") -> tuple[Any, LoadPlan]:
-    model, _ = build_meta_model(ModelConfig(path=str(path), dtype=dtype))  # type: ignore[arg-type]
+    model, _ = build_meta_model(ModelConfig(path=str(path), dtype=dtype, attention="eager"))  # type: ignore[arg-type]
     return model, plan_load(model, open_checkpoint(path))
 
 
 def loaded(path: Path, dtype: str = "bfloat16", **options: int) -> Flat:
     model, plan = plan_of(path, dtype)
-    flat = Flat(two_units(model))
+    flat = Flat(find_units(model).in_forward_order)
     load_weights(plan, flat.units, flat.write, **options)
     return flat
 
@@ -90,7 +77,7 @@ def test_loading_takes_only_its_buffers(tmp_path: Path) -> None:
     """A model of 13 MB within 1 MiB; the rest is what Python objects take."""
     save_model(tmp_path, vocab_size=40_000, intermediate_size=2000)
     model, plan = plan_of(tmp_path)
-    units = two_units(model)
+    units = find_units(model).in_forward_order
     assert plan.nbytes > 8 << 20
     tracemalloc.start()
     load_weights(plan, units, lambda unit, start, values: None, buffer_bytes=1 << 20)
@@ -99,22 +86,92 @@ def test_loading_takes_only_its_buffers(tmp_path: Path) -> None:
     assert peak < 1.1 * (1 << 20)
 
 
-def test_experts_are_stacked_by_transformers_own_conversion(tmp_path: Path) -> None:
+# Experts
+
+
+def save_mixture(
+    path: Path, family: str, dtype: torch.dtype = torch.bfloat16, shard: str = "60KB", **sizes: Any
+) -> None:
     torch.manual_seed(3)
-    config = transformers.Qwen3MoeConfig(**{**SIZES, **MIXTURE})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path, max_shard_size="60KB")
-    _, plan = plan_of(tmp_path)
-    assert [conversion.stacked for conversion in plan.conversions] == [True] * 4
-    flat = loaded(tmp_path)
-    assert different(flat.tensors(), pretrained(tmp_path)) == []
-    (tmp_path / INDEX_FILE).unlink()
-    tensors = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
-    del tensors["model.layers.1.mlp.experts.4.up_proj.weight"]
-    for file in tmp_path.glob("*.safetensors"):
-        file.unlink()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert "model.layers.1.mlp.experts" in refusal(tmp_path)
+    config = moe_config(family, **sizes)
+    model = random_weights(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype))
+    model.save_pretrained(path, max_shard_size=shard)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_experts_load_into_their_units(tmp_path: Path, family: str, dtype: str) -> None:
+    """Whether a file holds a stack or one tensor per expert; routers and buffers in fp32 as well."""
+    save_mixture(tmp_path, family, getattr(torch, dtype))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    assert different(loaded(tmp_path, dtype).tensors(), dict(expected.named_parameters())) == []
+    model, plan = plan_of(tmp_path, dtype)
+    types = {name: p.dtype for name, p in model.named_parameters()}
+    assert types == {name: p.dtype for name, p in expected.named_parameters()}
+    materialise_buffers(model, plan, "cpu")
+    buffers = dict(expected.named_buffers())
+    assert dict(model.named_buffers()).keys() == buffers.keys()
+    for name, buffer in buffers.items():
+        assert model.get_buffer(name).dtype == buffer.dtype, name
+        assert torch.equal(model.get_buffer(name), buffer), name
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gpt_oss", {"num_local_experts": 64, "intermediate_size": 192}),
+        ("mixtral", {"num_local_experts": 64, "intermediate_size": 192}),
+    ],
+)
+def test_one_expert_is_in_memory(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
+    """A stack of 24 MiB in fp32, which a file holds whole, or as one tensor per expert."""
+    save_mixture(tmp_path, family, hidden_size=256, num_hidden_layers=1, **sizes)
+    model, plan = plan_of(tmp_path)
+    units = find_units(model).in_forward_order
+    expert = max(spec.numel for unit in units for spec in unit.tensors) * 4
+    written: list[int] = []
+    tracemalloc.start()
+    load_weights(plan, units, lambda unit, start, values: written.append(values.nbytes), buffer_bytes=1 << 20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert max(written) <= expert
+    assert sum(written) == sum(p.numel() for p in model.parameters()) * 4
+    assert peak < 3 << 20
+
+
+EXPERT = "model.layers.0.mlp.experts.{}.{}_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (["up"], [f"8 tensors like {EXPERT.format(0, 'gate')}", f"7 tensors like {EXPERT.format(0, 'up')}"]),
+        (["gate", "up", "down"], [f"{EXPERT.format(0, 'down')} and 6 more make [7, ", "the model has [8, "]),
+    ],
+)
+def test_an_expert_that_is_missing_is_refused_by_name(
+    tmp_path: Path, lost: list[str], words: list[str]
+) -> None:
+    save_mixture(tmp_path, "qwen3_moe", shard="5GB")
+    rewrite(tmp_path / "model.safetensors", lambda t: [t.pop(EXPERT.format(4, name)) for name in lost])
+    message = refusal(tmp_path)
+    for word in words:
+        assert word in message
+
+
+def test_a_stack_of_too_few_experts_is_refused_by_name(tmp_path: Path) -> None:
+    save_mixture(tmp_path, "gpt_oss", shard="5GB")
+    name = "model.layers.0.mlp.experts.down_proj"
+    rewrite(tmp_path / "model.safetensors", lambda t: t.update({name: t[name][1:].contiguous()}))
+    assert f"1 of another shape: {name} is [7, 28, " in refusal(tmp_path)
+
+
+def test_units_without_one_of_the_experts_are_a_bug(tmp_path: Path) -> None:
+    save_mixture(tmp_path, "qwen3_moe")
+    model, plan = plan_of(tmp_path)
+    units = [unit for unit in find_units(model).in_forward_order if unit.name != "layers.2.experts.7"]
+    with pytest.raises(InvariantError, match=r"differ in model\.layers\.2\.mlp\.experts\.down_proj, "):
+        load_weights(plan, units, Flat(units).write)
 
 
 # What does not fit
