@@ -26,24 +26,25 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
     Raises:
         ModelSourceError: no readable configuration, a quantised model (but for MXFP4, which is built as if it
             were none), or one that is not a causal decoder.
-        ConfigError: the family does not have the attention implementation that was asked for.
+        ConfigError: the family does not have the attention implementation that was asked for; dropout in
+            attention with sinks.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, initialization
+    from tierstream.engine import sink_attention
 
+    sink_attention.register()
     hf_config = read_hf_config(config)
-    try:
-        with torch.device("meta"), initialization.meta_device_safe_creation_ops():
-            model = AutoModelForCausalLM.from_config(
-                hf_config,
-                dtype=getattr(torch, config.dtype),
-                attn_implementation=config.attention,
-                trust_remote_code=False,
+    attention = sink_attention.NAME if config.attention == "auto" else config.attention
+    model = _build(hf_config, config.dtype, attention)
+    if attention == sink_attention.NAME:
+        if sink_attention.has_sinks(model):
+            sink_attention.check_dropout(model.config.attention_dropout)
+        elif config.attention == "auto":
+            model = _build(hf_config, config.dtype, "sdpa")
+        else:
+            raise ConfigError(
+                f"model.attention={attention!r} is for decoders with sinks in causal attention, which "
+                f"{type(model).__name__} has not; leave model.attention to auto"
             )
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model.attention={config.attention!r} cannot be used with {type(hf_config).__name__}: {error}"
-        ) from error
     for module_name, module in model.named_modules():
         for key, buffer in module._buffers.items():
             # A router's correction bias: from_pretrained keeps it in fp32, from_config not in every version.
@@ -56,6 +57,21 @@ def is_kept_in_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
     """Whether the family of a model in `dtype` keeps this parameter or buffer in fp32 (routers)."""
     # Patterns, read as transformers reads them.
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in model._get_dtype_plan(dtype))
+
+
+def _build(hf_config: Any, dtype: str, attention: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, initialization
+
+    try:
+        with torch.device("meta"), initialization.meta_device_safe_creation_ops():
+            return AutoModelForCausalLM.from_config(
+                hf_config, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False
+            )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model.attention={attention!r} cannot be used with {type(hf_config).__name__}: {error}"
+        ) from error
 
 
 def read_hf_config(config: ModelConfig) -> Any:

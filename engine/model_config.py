@@ -21,8 +21,9 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type in which weights are computed with. The optimizer keeps an fp32 master in both."""
 
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers."""
+    attention: Literal["auto", "sdpa", "eager", "sinks"] = "auto"
+    """Those of transformers, and sinks: attention with sinks (gpt-oss) by flash kernels. auto: sinks where a
+    model has some, else sdpa."""
 
     def __post_init__(self) -> None:
         given = {key: value for key in ("path", "config") if (value := getattr(self, key)) is not None}
@@ -35,6 +36,7 @@ class ModelConfig:
         ((key, value),) = given.items()
         if not value:
             raise ConfigError(f"model.{key} is empty; give a directory")
-        for key, allowed in (("dtype", ("bfloat16", "float32")), ("attention", ("sdpa", "eager"))):
+        attentions = ("auto", "sdpa", "eager", "sinks")
+        for key, allowed in (("dtype", ("bfloat16", "float32")), ("attention", attentions)):
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"model.{key}={getattr(self, key)!r}; choose one of {', '.join(allowed)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,45 @@ def test_attention_that_the_family_lacks_is_a_configuration_error(tmp_path: Path
         tmp_path
     )
     with pytest.raises(ConfigError, match=r"model\.attention='sdpa' cannot be used with GptOssConfig"):
-        build_meta_model(ModelConfig(config=str(tmp_path)))
+        build_meta_model(ModelConfig(config=str(tmp_path), attention="sdpa"))
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "got"),
+    [
+        (transformers.GptOssConfig, "auto", "sinks"),
+        (transformers.GraniteSWAConfig, "auto", "sinks"),
+        (transformers.GptOssConfig, "sinks", "sinks"),
+        (transformers.GptOssConfig, "eager", "eager"),
+        (transformers.LlamaConfig, "auto", "sdpa"),
+    ],
+)
+def test_sinks_decide_the_attention(tmp_path: Path, config: Any, asked: Any, got: str) -> None:
+    config(num_hidden_layers=2).save_pretrained(tmp_path)
+    model, hf_config = build_meta_model(ModelConfig(config=str(tmp_path), attention=asked))
+    assert hf_config._attn_implementation == got
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    hf_config.save_pretrained(tmp_path / "exported")
+    assert '"sinks"' not in (tmp_path / "exported" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "words"),
+    [
+        (transformers.LlamaConfig(), "sinks", "'sinks' is for .* LlamaForCausalLM has not; leave .* to auto"),
+        (
+            transformers.GptOssConfig(num_hidden_layers=2, attention_dropout=0.1),
+            "auto",
+            r"attention_dropout is 0\.1 .* eager",
+        ),
+        # Sinks, but keys that are chosen for each token: no causal mask says which.
+        (transformers.DeepseekV4Config(), "sinks", "'sinks' is for .* DeepseekV4ForCausalLM has not"),
+    ],
+)
+def test_sinks_are_for_models_that_have_some(tmp_path: Path, config: Any, asked: Any, words: str) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        build_meta_model(ModelConfig(config=str(tmp_path), attention=asked))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +140,10 @@ def test_attention_that_the_family_lacks_is_a_configuration_error(tmp_path: Path
         ({"path": "a", "config": "b"}, "model.path='a' and model.config='b'"),
         ({"path": ""}, "model.path is empty"),
         ({"path": "a", "dtype": "float16"}, "model.dtype='float16'; choose one of bfloat16, float32"),
-        ({"path": "a", "attention": "flash"}, "model.attention='flash'; choose one of sdpa, eager"),
+        (
+            {"path": "a", "attention": "flash"},
+            "model.attention='flash'; choose one of auto, sdpa, eager, sinks",
+        ),
     ],
 )
 def test_configuration_is_checked(keys: dict, words: str) -> None:

@@ -22,7 +22,7 @@ OPTIONS = """\
 --model.path TEXT|null null
 --model.config TEXT|null null
 --model.dtype {bfloat16,float32} bfloat16
---model.attention {sdpa,eager} sdpa
+--model.attention {auto,sdpa,eager,sinks} auto
 --data.files TEXT ... (required)
 --data.tokenizer TEXT|null null
 --data.vocab-size INT 4096
