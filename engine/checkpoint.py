@@ -33,6 +33,7 @@ _FREE = {
     "data.vocab_size",
     "model.path",
     "model.config",
+    "moe.gpu_cache",
     "optimizer.check_finite",
     "optimizer.placement",
     "optimizer.threads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tierstream.engine.byte_size import ByteSize
 
@@ -11,5 +12,13 @@ from tierstream.engine.byte_size import ByteSize
 class MoeConfig:
     """Mixture of experts; nothing here matters to a model without."""
 
+    stream: Literal["experts", "layers"] = "experts"
+    """What moves as one: single experts, those with tokens alone, so that a layer need not fit on the device;
+    or whole layers with all of their experts."""
     gpu_cache: ByteSize | None = None
     """Device memory for weights of experts, least recently used first to go; null: four experts."""
+
+    @property
+    def experts_apart(self) -> bool:
+        """Each expert is a unit."""
+        return self.stream == "experts"

@@ -202,16 +202,19 @@ def page_warning(config: TiersConfig, plan: Plan) -> str | None:
 
 
 def step_flop(units: ModelUnits, tokens: int) -> float:
-    """FLOP of a step: 8 per parameter and token (forward, recompute, backward); embedding look-up is free,
-    attention not counted.
+    """FLOP of a step: 8 per parameter and token (forward, recompute, backward), of experts for those that the
+    token goes to; embedding look-up is free, attention not counted.
     """
     lookup_only = 0 if units.tied else sum(t.numel for t in units.embed.tensors)
-    return 8.0 * (units.numel - lookup_only) * tokens
+    return 8.0 * (units.numel - lookup_only - sum(units.passed_by)) * tokens
 
 
 def spared_flop(units: ModelUnits, tokens: int) -> float:
-    """FLOP of a product with the largest matrix of each layer: which one ends it is not known beforehand."""
-    return 2.0 * tokens * sum(max(t.numel for t in unit.tensors) for unit in units.layers)
+    """FLOP of a product with the largest matrix of each dense layer: which one ends it is not known
+    beforehand.
+    """
+    dense = (unit for unit, passed_by in zip(units.layers, units.passed_by, strict=True) if not passed_by)
+    return 2.0 * tokens * sum(max(t.numel for t in unit.tensors) for unit in dense)
 
 
 def make_plan(

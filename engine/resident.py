@@ -48,18 +48,22 @@ class ResidentModel:
         parts: ExitStack,
     ) -> None:
         model, hf_config = build_model(config, parts)
-        units = find_units(model)
-        self._parameters: dict[str, nn.Parameter] = {}
+        units = find_units(model, experts_apart=config.moe.experts_apart)
+        self._parameters = {
+            name: nn.Parameter(torch.empty_like(meta, device=device))
+            for name, meta in model.named_parameters()
+        }
         self._gradients: dict[str, torch.Tensor] = {}
+        for name, parameter in self._parameters.items():
+            # Autograd adds in place to a gradient that is there.
+            self._gradients[name] = parameter.grad = torch.zeros_like(parameter)
         for unit in units.in_forward_order:
             for tensor in unit.tensors:
                 bits = np.empty(tensor.numel, _BIT_TYPES[unit.dtype])
                 read(unit.name, "weight", tensor.offset, bits)
                 values = torch.from_numpy(bits).view(TORCH_DTYPES[unit.dtype]).view(tensor.shape)
-                parameter = nn.Parameter(values.to(device))
-                # Autograd adds in place to a gradient that is there.
-                self._gradients[tensor.name] = parameter.grad = torch.zeros_like(parameter)
-                self._parameters[tensor.name] = parameter
+                place = self._parameters[tensor.name].detach()
+                (place if tensor.part is None else place[tensor.part]).copy_(values)
         replace_parameters(model, self._parameters)
         materialise_buffers(model, None, device)
         self._decoder = model.get_decoder()

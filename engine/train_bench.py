@@ -154,7 +154,7 @@ class TieredBench:
         device = Device(config.train.device)
         parts.callback(device.close)
         model, hf_config = assemble.build_model(config, parts)
-        units = find_units(model)
+        units = find_units(model, experts_apart=config.moe.experts_apart)
         planned = [self._plan(setting, units, hf_config, device) for setting in settings]
         plans = [plan for plan, _ in planned]
         # Units that stay on the device leave planes out: one layout has all that any setting needs.
@@ -188,9 +188,11 @@ class TieredBench:
         materialise_buffers(model, None, device.torch_device)
         memory = GpuMemory(device.torch_device)
 
+        units = find_units(model, experts_apart=config.moe.experts_apart)
+
         def build() -> Runtime:
             return assemble.build_runtime(
-                config, model, find_units(model), self.layout, plan, self.store, device, 0, self._trace
+                config, model, units, self.layout, plan, self.store, device, 0, self._trace
             )
 
         runtime = memory.building(build)

@@ -118,7 +118,7 @@ class _Run:
             checkpoint.check_same_run(state["settings"], settings, config.checkpoint.allow_changed)
         directory.write_config(config)
         identity.write(state["run_id"])
-        units = find_units(model)
+        units = find_units(model, experts_apart=config.moe.experts_apart)
         device = Device(config.train.device)
         plan, layout = assemble.plan_run(config, units, hf_config, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.

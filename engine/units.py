@@ -7,7 +7,7 @@ outside is the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -35,7 +35,8 @@ class ModelUnits:
     Attributes:
         layers: of each layer what all of its tokens need.
         beside: of each layer the tensors of another type (a router in fp32 among bf16), streamed with it.
-        experts: of each layer its experts, in order; none in a dense layer.
+        experts: of each layer its experts, in order; none in a dense layer, nor where they are part of it.
+        passed_by: of each layer the parameters of experts that a token does not go to; 0 in a dense one.
         tied: the output matrix is the embedding; then the final norm lives in `embed` and `head is embed`.
     """
 
@@ -43,6 +44,7 @@ class ModelUnits:
     layers: tuple[Unit, ...]
     beside: tuple[tuple[Unit, ...], ...]
     experts: tuple[tuple[Unit, ...], ...]
+    passed_by: tuple[int, ...]
     head: Unit
     tied: bool
 
@@ -82,18 +84,37 @@ def experts_of(layer: nn.Module) -> nn.Module | None:
     It is known by the flags that transformers' `use_experts_implementation` gives to such a module. One that
     norms the experts' outputs itself is none: it does not go through the experts interface expert by expert.
     """
-    found = [
-        module
-        for module in layer.modules()
-        if hasattr(module, "_apply_gate")
-        and hasattr(module, "is_transposed")
-        and not getattr(module, "has_post_expert_norm", False)
-    ]
+    found = [module for module in layer.modules() if _holds_experts(module)]
     return found[0] if len(found) == 1 else None
 
 
-def find_units(model: Any) -> ModelUnits:
+def _holds_experts(module: nn.Module) -> bool:
+    return (
+        hasattr(module, "_apply_gate")
+        and hasattr(module, "is_transposed")
+        and not getattr(module, "has_post_expert_norm", False)
+    )
+
+
+def tensors_by_part(model: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[Unit, TensorSpec]]:
+    """Every tensor of `units`, unit after unit; in place of a stack of experts, its parts."""
+    stacks = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if _holds_experts(module)
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    for unit in units:
+        for spec in unit.tensors:
+            whole_stack = spec.part is None and spec.name in stacks
+            yield from ((unit, part) for part in (spec.parts() if whole_stack else (spec,)))
+
+
+def find_units(model: Any, *, experts_apart: bool = True) -> ModelUnits:
     """Units of a causal language model built by transformers (on any device, `meta` included).
+
+    Args:
+        experts_apart: each expert is a unit; else those of a layer are part of it.
 
     Raises:
         ModelSourceError: the model has no decoder layers, or parameters that tierstream cannot stream yet.
@@ -106,7 +127,7 @@ def find_units(model: Any) -> ModelUnits:
         raise ModelSourceError(
             f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
         )
-    packer = _Packer(model)
+    packer = _Packer(model, experts_apart)
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
     of_embedding = list(embedding.parameters())
     outside = [
@@ -120,6 +141,7 @@ def find_units(model: Any) -> ModelUnits:
         layers=tuple(main for main, _, _ in parts),
         beside=tuple(beside for _, beside, _ in parts),
         experts=tuple(experts for _, _, experts in parts),
+        passed_by=tuple(packer.passed_by(layer) for layer in layers),
         head=embed if tied else packer.whole(HEAD, outside),
         tied=tied,
     )
@@ -128,9 +150,12 @@ def find_units(model: Any) -> ModelUnits:
 class _Packer:
     """Makes units of a model's parameters."""
 
-    def __init__(self, model: Any) -> None:
-        self._kind = type(model).__name__
+    def __init__(self, model: Any, experts_apart: bool) -> None:
+        self._kind, self._apart = type(model).__name__, experts_apart
+        self._active = getattr(model.config, "num_experts_per_tok", None)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        modules = (experts_of(layer) for layer in model.get_decoder().layers)
+        self._stacks = {id(p) for module in modules if module for p in module.parameters(recurse=False)}
 
     def whole(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> Unit:
         """One unit."""
@@ -144,21 +169,26 @@ class _Packer:
 
     def layer(self, unit_name: str, layer: nn.Module) -> tuple[Unit, tuple[Unit, ...], tuple[Unit, ...]]:
         """The layer's own unit, those beside it, those of its experts."""
-        module = experts_of(layer)
-        stacks = [] if module is None else list(module.parameters(recurse=False))
-        dense = [p for p in layer.parameters() if all(p is not stack for stack in stacks)]
+        parameters = list(layer.parameters())
+        stacks = [p for p in parameters if self._apart and id(p) in self._stacks]
+        dense = [p for p in parameters if not self._apart or id(p) not in self._stacks]
         main, beside = self._by_type(unit_name, dense)
         count = len(stacks[0]) if stacks else 0
         experts = tuple(self._expert(f"{unit_name}.experts.{i}", stacks, i) for i in range(count))
         return main, beside, experts
 
+    def passed_by(self, layer: nn.Module) -> int:
+        """Parameters of the experts that a token does not go to; as if to all, if that is not known."""
+        stacks = [p for p in layer.parameters() if id(p) in self._stacks]
+        if not stacks or self._active is None:
+            return 0
+        return (len(stacks[0]) - self._active) * sum(p[0].numel() for p in stacks)
+
     def _expert(self, unit_name: str, stacks: Sequence[nn.Parameter], index: int) -> Unit:
-        tensors = [(self._names[id(p)], tuple(p.shape[1:]), p.dim() >= 3) for p in stacks]
+        tensors = [(self._names[id(p)], tuple(p.shape[1:]), self._decays(p)) for p in stacks]
         return pack_unit(unit_name, self._dtype(unit_name, stacks), tensors, part=index)
 
-    def _by_type(
-        self, unit_name: str, parameters: Iterable[nn.Parameter]
-    ) -> tuple[Unit, tuple[Unit, ...]]:
+    def _by_type(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> tuple[Unit, tuple[Unit, ...]]:
         """One unit for each type; first the one with the most elements, which gets the name."""
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in {id(p): p for p in parameters}.values():
@@ -168,8 +198,12 @@ class _Packer:
         return self._pack(unit_name, main), tuple(beside)
 
     def _pack(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> Unit:
-        tensors = [(self._names[id(p)], tuple(p.shape), p.dim() >= 2) for p in parameters]
+        tensors = [(self._names[id(p)], tuple(p.shape), self._decays(p)) for p in parameters]
         return pack_unit(unit_name, self._dtype(unit_name, parameters), tensors)
+
+    def _decays(self, parameter: nn.Parameter) -> bool:
+        """Matrices do; a stack of vectors is a matrix by accident."""
+        return parameter.dim() - (id(parameter) in self._stacks) >= 2
 
     def _dtype(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> str:
         kinds = {p.dtype for p in parameters}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.data import DataConfig, tokenizer_directory
 from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.tokenizer import has_tokenizer
 from tierstream.io.errors import ConfigError, DataError
 from tierstream.io.sizes import format_bytes
@@ -66,7 +67,7 @@ def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
     info = export_model(
         snapshot_reader(snapshot),
         model,
-        find_units(model).in_forward_order,
+        find_units(model, experts_apart=MoeConfig(**settings["moe"]).experts_apart).in_forward_order,
         out_dir,
         dtype=options.dtype,
         tokenizer_dir=tokenizer_dir,

@@ -116,8 +116,9 @@ def test_tracks_have_names_and_an_order(run: Traced) -> None:
     names = {e["tid"]: e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in metadata if e["name"] == "thread_sort_index"}
     assert [names[thread] for thread in sorted(names, key=order.__getitem__)] == [
-        "steps", "compute", "upload", "download", "compute host", "updater", "updater 2", "device updater",
-        "device updates", "uploader", "downloader", "nvme reads", "nvme writes",
+        "steps", "compute", "upload", "expert upload", "download", "compute host", "updater", "updater 2",
+        "device updater", "device updates", "uploader", "expert uploader", "downloader", "nvme reads",
+        "nvme writes",
     ]  # fmt: skip
     assert {event["tid"] for event in run.file["traceEvents"] if event["ph"] == "X"} <= names.keys()
 

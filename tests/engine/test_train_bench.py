@@ -88,6 +88,10 @@ def benches(tmp_path: Path) -> Benches:
         ("qwen2.5-1.5b", 1_543_714_304),
         ("qwen2.5-3b", 3_085_938_688),
         ("qwen2.5-7b", 7_615_616_512),
+        ("olmoe-7b", 6_919_161_856),
+        ("qwen3-30b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(
@@ -96,8 +100,18 @@ def test_shapes_have_the_published_number_of_parameters(
     (tmp_path / "config.json").write_text(json.dumps(architecture(name)))
     units = find_units(build_meta_model(ModelConfig(config=str(tmp_path)))[0])
     assert units.numel == parameters
-    looked_up = 152064 * 3584 if name == "qwen2.5-7b" else 0
-    assert step_flop(units, 7) == 8 * (parameters - looked_up) * 7
+    looked_up = {
+        "qwen2.5-7b": 152064 * 3584, "olmoe-7b": 50304 * 2048, "qwen3-30b": 151936 * 2048,
+        "gpt-oss-20b": 201088 * 2880, "gpt-oss-120b": 201088 * 2880,
+    }  # fmt: skip
+    #: Of each layer: parameters of an expert, experts that a token does not go to.
+    idle = {
+        "olmoe-7b": (16, 3 * 2048 * 1024, 56), "qwen3-30b": (48, 3 * 2048 * 768, 120),
+        "gpt-oss-20b": (24, 24_891_840, 28), "gpt-oss-120b": (36, 24_891_840, 124),
+    }  # fmt: skip
+    layers, expert, without = idle.get(name, (0, 0, 0))
+    active = parameters - looked_up.get(name, 0) - layers * expert * without
+    assert step_flop(units, 7) == pytest.approx(8 * active * 7, rel=1e-12)
 
 
 def test_depth_changes_the_layers_alone() -> None:

@@ -72,8 +72,10 @@ def main(args: Sequence[str]) -> int:
         scratch = [stack.enter_context(ScratchFolder(path)).path for path in options.nvme_dirs or []]
         stack.enter_context(_device_memory_errors())
         bench = _Bench.prepare(options, options.run_config(folder, scratch or None))
-        for layers in options.layers or [architecture(options.shape)["num_hidden_layers"]]:
-            bench.measure(layers)
+        depths = options.layers or [architecture(options.shape)["num_hidden_layers"]]
+        for layers, stream in itertools.product(depths, options.stream):
+            bench.config.moe.stream = stream
+            bench.measure(layers, baselines=stream == options.stream[0])
     from tierstream.tools.bench.machine import describe_machine
     from tierstream.tools.bench.training import NOTES, details, peer_details, plots
 
@@ -125,7 +127,7 @@ class _Bench:
         batch = random_batch(vocabulary, options.rows, options.seq_len, device.torch_device)
         return cls(options, config, known, rates, batch)
 
-    def measure(self, layers: int) -> None:
+    def measure(self, layers: int, *, baselines: bool) -> None:
         """All cases at this depth."""
         from tierstream.engine.train_bench import release_device_memory
         from tierstream.tools.bench.training import peer_row
@@ -133,9 +135,10 @@ class _Bench:
         shape = architecture(self.options.shape, layers)
         Path(self.config.run_dir, "config.json").write_text(json.dumps(shape))
         release_device_memory()
-        others = [self._peer(name) for name in self.options.peers]
+        others = [self._peer(name) for name in self.options.peers] if baselines else []
         together = self.options.turns == "rounds"
-        history = self._measure_cases(layers, others if together else [])
+        resident = baselines and "resident" in (self.options.baseline or [])
+        history = self._measure_cases(layers, others if together else [], resident=resident)
         release_device_memory()
         for peer in [] if together else others:
             self._measure_alone(peer, layers)
@@ -143,7 +146,9 @@ class _Bench:
         if self.options.check:
             self._check(layers, history)
 
-    def _measure_cases(self, layers: int, peers: Sequence[PeerCase]) -> list[tuple[Setting, float]]:
+    def _measure_cases(
+        self, layers: int, peers: Sequence[PeerCase], *, resident: bool
+    ) -> list[tuple[Setting, float]]:
         """Ours and these peers, in turn. Returns the setting and the loss of every step from the tiers."""
         from tierstream.engine.train_bench import ResidentCase, Setting, TieredBench
         from tierstream.tools.bench.timeline import record_case
@@ -164,12 +169,15 @@ class _Bench:
         ]
         with ExitStack() as stack:
             bench = stack.enter_context(TieredBench(self.config, settings, self.known, self.batch))
+            whole = "whole layers" if self.config.moe.stream == "layers" else ""
             cases = [
-                bench.case(case, options.steps, {"run": case_name(case.setting, settings), "layers": layers})
+                bench.case(
+                    case, options.steps, {"run": case_name(case.setting, settings, whole), "layers": layers}
+                )
                 for case in bench.cases
             ]
             baselines: list[ResidentCase | PeerCase] = []
-            if "resident" in (options.baseline or []):
+            if resident:
                 baselines.append(ResidentCase(bench, self.batch))
             baselines += [stack.enter_context(peer) for peer in peers]
             cases += [each.case(options.steps, {"run": each.name, "layers": layers}) for each in baselines]

@@ -14,6 +14,7 @@ from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.config_tree import option
 from tierstream.engine.data import DataConfig
 from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
 from tierstream.engine.shapes import ShapeName
@@ -36,6 +37,8 @@ FIELD_OF_KEY = {
     "tiers.nvme_dirs": "nvme_dirs",
     "tiers.activations": "activations",
     "tiers.profile": "profile",
+    "moe.stream": "stream",
+    "moe.gpu_cache": "expert_cache",
     "train.rows_per_step": "rows",
     "train.rows_per_chunk": "rows_per_chunk",
     "train.loss_chunk_tokens": "loss_chunk_tokens",
@@ -76,6 +79,13 @@ class TrainBenchOptions(OutputOptions):
     """Directories, one per drive, for the state; null: it lives in DRAM. Nothing stays there."""
     activations: Literal["dram", "gpu"] = "dram"
     """Where the inputs of layers wait for backward."""
+    stream: list[Literal["experts", "layers"]] = field(
+        default_factory=lambda: list[Literal["experts", "layers"]](["experts"])
+    )
+    """For shapes with experts: what moves as one, as moe.stream; one after the other, baselines beside the
+    first."""
+    expert_cache: ByteSize | None = None
+    """Device memory for weights of experts, as moe.gpu_cache."""
     clip_norm: list[float | None] | None = field(default_factory=lambda: list[float | None]([1.0]))
     """Norms that gradients are clipped to; null: no clipping. Peers take the first."""
     check_finite: bool = True
@@ -113,7 +123,7 @@ class TrainBenchOptions(OutputOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.clip_norm = [None] if self.clip_norm is None else self.clip_norm
-        for key in ("layers", "gpu", "clip_norm", "placement", "baseline"):
+        for key in ("layers", "gpu", "clip_norm", "placement", "stream", "baseline"):
             values = getattr(self, key)
             if values is not None and (not values or len(set(values)) < len(values)):
                 raise ConfigError(
@@ -161,7 +171,9 @@ class TrainBenchOptions(OutputOptions):
         """Those of the baselines that are programs of others."""
         return [name for name in self.baseline or [] if name != "resident"]
 
-    def run_config(self, folder: str, nvme_dirs: list[str] | None) -> RunConfig:
+    def run_config(
+        self, folder: str, nvme_dirs: list[str] | None, stream: Literal["experts", "layers"] = "experts"
+    ) -> RunConfig:
         """As of a run whose model is described in `folder`.
 
         Raises:
@@ -175,6 +187,7 @@ class TrainBenchOptions(OutputOptions):
             tiers=TiersConfig(
                 dram=self.dram, nvme_dirs=nvme_dirs, activations=self.activations, profile=self.profile
             ),
+            moe=MoeConfig(stream=stream, gpu_cache=self.expert_cache),
             train=TrainConfig(
                 rows_per_step=self.rows,
                 rows_per_chunk=self.rows_per_chunk,

@@ -223,9 +223,9 @@ def plots(measurements: Sequence[Measurement]) -> list[PlotSpec]:
     return made
 
 
-def case_name(setting: Setting, settings: Sequence[Setting]) -> str:
-    """What tells the setting apart from the others."""
-    parts = ["tiered"]
+def case_name(setting: Setting, settings: Sequence[Setting], more: str = "") -> str:
+    """What tells the setting apart from the others. `more`: what all of them have."""
+    parts = ["tiered", more] if more else ["tiered"]
     if len({each.clip_norm for each in settings}) > 1:
         parts.append("no clipping" if setting.clip_norm is None else f"clip {setting.clip_norm:g}")
     if len({each.placement for each in settings}) > 1:

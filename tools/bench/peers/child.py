@@ -94,12 +94,16 @@ def build_model(job: Job, dtype: str) -> Any:
     model, _ = build_meta_model(ModelConfig(config=job.config, dtype=dtype))  # type: ignore[arg-type]
     units = find_units(model)
     specs = {(unit.name, spec.offset): spec for unit in units.in_forward_order for spec in unit.tensors}
-    parameters: dict[str, torch.nn.Parameter] = {}
+    parameters = {
+        name: torch.nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype))
+        for name, meta in model.named_parameters()
+    }
 
     def keep(unit: str, offset: int, values: Any) -> None:
         spec = specs[unit, offset]
-        kept = torch.tensor(values, dtype=getattr(torch, dtype)).view(spec.shape)
-        parameters[spec.name] = torch.nn.Parameter(kept)
+        parameter = parameters[spec.name].detach()
+        place = parameter if spec.part is None else parameter[spec.part]
+        place.copy_(torch.from_numpy(values).view(spec.shape))
 
     init_weights(model, units.in_forward_order, job.seed, keep)
     replace_parameters(model, parameters)
