@@ -2,8 +2,8 @@
 checkpoint.
 
 Weights go from the planes to the shards in slices: neither a shard nor a tensor is ever whole in memory, but
-where transformers has to take a parameter apart (stacked experts into one tensor each). The directory is
-complete or not there.
+where transformers has to take a parameter apart (stacked experts into tensors of each): then one expert is.
+The directory is complete or not there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,22 @@ from numpy.typing import NDArray
 from transformers.core_model_loading import revert_weight_conversion
 
 from tierstream import _native
-from tierstream.engine.export_plan import ExportDtype, ExportTensor, export_dtype, plan_export
+from tierstream.engine.export_plan import (
+    Buffer,
+    Computed,
+    Elements,
+    ExportDtype,
+    ExportTensor,
+    Piece,
+    export_dtype,
+    plan_export,
+)
 from tierstream.engine.new_file import NewFile
 from tierstream.engine.source import STORED_DTYPES
 from tierstream.engine.tokenizer import load_tokenizer
 from tierstream.io import drives, durable
 from tierstream.io.errors import ConfigError, InvariantError, TierstreamError, storage_errors
-from tierstream.tiered.layout import Unit
+from tierstream.tiered.layout import TensorSpec, Unit
 from tierstream.tiered.snapshot import Snapshot
 
 #: Host memory that an export may take for its buffers.
@@ -134,22 +143,23 @@ class _Values:
         self._read, self._model, self._dtype = read, model, dtype
         # An element takes at most 8 bytes here: fp32 joined from two 16-bit halves, or rounded to 16 bits.
         self._slice_elements = max(1, buffer_bytes // 8)
-        self._computed: tuple[tuple[str, ...], dict[str, torch.Tensor]] = ((), {})
+        self._computed: tuple[tuple[Piece, ...], dict[str, torch.Tensor]] = ((), {})
 
     def slices(self, tensor: ExportTensor) -> Iterator[NDArray[Any]]:
         """The elements in order, as bf16 bits, float32 or bytes."""
-        if tensor.unit is None:
-            yield _as_bytes(self._model.state_dict()[tensor.members[0]].cpu())
-        elif tensor.renamed:
-            yield from self._of_parameter(tensor.unit, tensor.members[0])
-        else:
-            if self._computed[0] != tensor.members:  # tensors of the same parameters follow one another
-                self._computed = ((), {})
-                self._computed = (tensor.members, self._compute(tensor.unit, tensor.members))
-            yield _as_bytes(self._computed[1][tensor.key])
+        match tensor.origin:
+            case Buffer(name):
+                yield _as_bytes(self._model.state_dict()[name].cpu())
+            case Elements(pieces):
+                for unit, spec in pieces:
+                    yield from self._of_piece(unit, spec)
+            case Computed(pieces, name):
+                if self._computed[0] != pieces:  # tensors of the same pieces follow one another
+                    self._computed = ((), {})
+                    self._computed = (pieces, self._compute(pieces))
+                yield _as_bytes(self._computed[1][name])
 
-    def _of_parameter(self, unit: Unit, name: str) -> Iterator[NDArray[Any]]:
-        (spec,) = (spec for spec in unit.tensors if spec.name == name)
+    def _of_piece(self, unit: Unit, spec: TensorSpec) -> Iterator[NDArray[Any]]:
         rounded = export_dtype(self._model, unit, spec, self._dtype) == torch.bfloat16
         for start in range(spec.offset, spec.end, self._slice_elements):
             count = min(self._slice_elements, spec.end - start)
@@ -162,14 +172,19 @@ class _Values:
                 self._read(unit.name, start, out)
             yield out
 
-    def _compute(self, unit: Unit, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What transformers makes of whole parameters."""
-        specs = {spec.name: spec for spec in unit.tensors}
+    def _compute(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+        """What transformers makes of parameters, or of stacks of some parts."""
+        of_name: dict[str, list[Piece]] = {}
+        for unit, spec in pieces:
+            of_name.setdefault(spec.name, []).append((unit, spec))
         whole = {}
-        for name in names:
-            flat = torch.from_numpy(np.concatenate(list(self._of_parameter(unit, name))))
+        for name, found in of_name.items():
+            flat = torch.from_numpy(
+                np.concatenate([part for unit, spec in found for part in self._of_piece(unit, spec)])
+            )
             flat = flat.view(torch.bfloat16) if flat.dtype == torch.uint16 else flat
-            whole[name] = flat.reshape(specs[name].shape)
+            spec = found[0][1]
+            whole[name] = flat.reshape(spec.shape if spec.part is None else (len(found), *spec.shape))
         return dict(revert_weight_conversion(self._model, whole))
 
 

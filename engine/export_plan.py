@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from tierstream.engine.meta_model import is_kept_in_fp32
 from tierstream.engine.safetensors_dir import some
-from tierstream.engine.units import TORCH_DTYPES
+from tierstream.engine.units import TORCH_DTYPES, tensors_by_part
 from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import TensorSpec, Unit
 
 ExportDtype = Literal["bfloat16", "float32"]
+#: A tensor of a unit: a parameter, or a part of a stack.
+Piece: TypeAlias = tuple[Unit, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """It is this persistent buffer of the model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """It has the elements of these pieces, one after another."""
+
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """It is what transformers calls `name` when it reverts these pieces, stacks being of the parts given."""
+
+    pieces: tuple[Piece, ...]
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ExportTensor:
-    """One tensor of the exported checkpoint.
-
-    Attributes:
-        key: its name there.
-        unit: the unit that it comes from; None: a persistent buffer of the model.
-        members: the parameters (or the buffer) that it is made of.
-        renamed: it has the elements of its one member, in their order; else transformers computes it.
-    """
+    """One tensor of the exported checkpoint: `key` is its name there, `origin` what it is made of."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    unit: Unit | None
-    members: tuple[str, ...]
-    renamed: bool
+    origin: Buffer | Elements | Computed
 
     @property
     def meta(self) -> torch.Tensor:
@@ -49,39 +64,90 @@ def plan_export(model: Any, units: Iterable[Unit], dtype: ExportDtype | None) ->
     Args:
         dtype: type of the weights; None: that of each unit. What the family keeps in fp32 stays fp32.
     """
+    groups: dict[str, list[Piece]] = {}  # units, and modules of experts
+    for unit, spec in tensors_by_part(model, units):
+        group = unit.name if spec.part is None else spec.name.rpartition(".")[0]
+        groups.setdefault(group, []).append((unit, spec))
     tensors: list[ExportTensor] = []
-    for unit in units:
-        metas = {
-            spec.name: torch.empty(spec.shape, dtype=export_dtype(model, unit, spec, dtype), device="meta")
-            for spec in unit.tensors
-        }
-        tensors += _reverted(model, unit, metas)
-    parameters = {name for name, _ in model.named_parameters()}
-    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
-    buffers = {name: value for name, value in buffers.items() if name not in model.all_tied_weights_keys}
-    tensors += _reverted(model, None, buffers)
-    if unfilled := [name for name, value in buffers.items() if value.is_meta]:
-        raise InvariantError(f"buffers have no values yet: {some(unfilled)}")
-    exported = {member for tensor in tensors for member in tensor.members}
-    if exported != parameters | buffers.keys():
-        raise InvariantError(
-            f"units and model differ in {some(sorted(exported ^ (parameters | buffers.keys())))}"
-        )
-    return tensors
+    shapes: dict[str, tuple[int, ...]] = {}
+    for pieces in groups.values():
+        metas = _metas(model, pieces, dtype)
+        shapes |= {name: tuple(meta.shape) for name, meta in metas.items()}
+        tensors += _reverted(model, pieces, metas)
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if odd := dict(shapes.items() ^ parameters.items()):
+        raise InvariantError(f"units and model differ in {some(sorted(odd))}")
+    return tensors + _buffers(model, parameters)
 
 
-def _reverted(model: Any, unit: Unit | None, values: dict[str, torch.Tensor]) -> list[ExportTensor]:
+def _metas(model: Any, pieces: Sequence[Piece], dtype: ExportDtype | None) -> dict[str, torch.Tensor]:
+    """Whole parameters, without memory."""
+    metas: dict[str, torch.Tensor] = {}
+    parts: dict[str, int] = {}
+    for unit, spec in pieces:
+        parts[spec.name] = parts.get(spec.name, 0) + 1
+        shape = spec.shape if spec.part is None else (parts[spec.name], *spec.shape)
+        kind = export_dtype(model, unit, spec, dtype)
+        metas[spec.name] = torch.empty(shape, dtype=kind, device="meta")
+    return metas
+
+
+def _reverted(model: Any, pieces: Sequence[Piece], metas: Mapping[str, torch.Tensor]) -> list[ExportTensor]:
     """A renaming gives back the very tensor; what comes back as another one was computed."""
-    names = {id(value): name for name, value in values.items()}
-    made = revert_weight_conversion(model, dict(values))
+    names = {id(value): name for name, value in metas.items()}
+    made = revert_weight_conversion(model, dict(metas))
     renamed = {names[id(value)] for value in made.values() if id(value) in names}
-    computed = tuple(name for name in values if name not in renamed)
+    computed = tuple((unit, spec) for unit, spec in pieces if spec.name not in renamed)
+    by_part: dict[int | None, tuple[Piece, ...]] = {}
+    for piece in computed:
+        part = piece[1].part
+        by_part[part] = (*by_part.get(part, ()), piece)
+    single = {}
+    if computed and None not in by_part:
+        ones = {name: meta[:1] for name, meta in metas.items() if name not in renamed}
+        single = _single_names(made, revert_weight_conversion(model, ones), len(by_part))
     tensors = []
     for key, value in made.items():
-        member = names.get(id(value))
-        members = computed if member is None else (member,)
-        tensors.append(ExportTensor(key, tuple(value.shape), value.dtype, unit, members, member is not None))
+        origin: Elements | Computed
+        if id(value) in names:
+            origin = Elements(tuple(piece for piece in pieces if piece[1].name == names[id(value)]))
+        elif key in single:
+            part, name = single[key]
+            origin = Computed(by_part[part], name)
+        else:
+            origin = Computed(computed, key)
+        tensors.append(ExportTensor(key, tuple(value.shape), value.dtype, origin))
     return tensors
+
+
+def _single_names(
+    made: Mapping[str, torch.Tensor], made_of_one: Mapping[str, torch.Tensor], count: int
+) -> dict[str, tuple[int, str]]:
+    """Of tensors that are each made of one part of stacks: the part, and the name if it were the only one.
+
+    A part is known by its number in the name, where the only one has 0.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for single, value in made_of_one.items():
+        words = single.split(".")
+        for place in (place for place, word in enumerate(words) if word == "0"):
+            keys = [".".join([*words[:place], str(part), *words[place + 1 :]]) for part in range(count)]
+            if all(key in made and made[key].shape == value.shape for key in keys):
+                found |= {key: (part, single) for part, key in enumerate(keys)}
+    return found
+
+
+def _buffers(model: Any, parameters: Iterable[str]) -> list[ExportTensor]:
+    """The persistent buffers."""
+    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+    buffers = {name: value for name, value in buffers.items() if name not in model.all_tied_weights_keys}
+    if unfilled := [name for name, value in buffers.items() if value.is_meta]:
+        raise InvariantError(f"buffers have no values yet: {some(unfilled)}")
+    names = {id(value): name for name, value in buffers.items()}
+    return [
+        ExportTensor(key, tuple(value.shape), value.dtype, Buffer(names[id(value)]))
+        for key, value in revert_weight_conversion(model, dict(buffers)).items()
+    ]
 
 
 def export_dtype(model: Any, unit: Unit, spec: TensorSpec, dtype: ExportDtype | None) -> torch.dtype:

@@ -22,6 +22,7 @@ from transformers import initialization
 
 from tierstream import _native
 from tierstream.engine.meta_model import nearest_pretrained, protected
+from tierstream.engine.units import tensors_by_part
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit
 
@@ -39,23 +40,23 @@ def init_weights(
     """Draw every tensor of `units` in fp32 and hand it to `write`.
 
     The values come from `_init_weights` of the model's family (norms 1, biases 0, matrices with its
-    `initializer_range`). The generator is seeded per tensor from `(seed, parameter name)`, for a part of a
-    stack from `(seed, "name[part]")`, so a value depends on nothing else: not on the order, the cut into
-    units, the threads, the tiers or the dtype that weights are computed with. A part is drawn as a stack of
-    one. Tied parameters are drawn once. `model` is not changed.
+    `initializer_range`). The generator is seeded per tensor from `(seed, parameter name)`, so a value depends
+    on nothing else: not on the order, the cut into units, the threads, the tiers or the dtype that weights
+    are computed with. A stack of experts is drawn in parts, each as a stack of one, from
+    `(seed, "name[part]")`. Tied parameters are drawn once. `model` is not changed.
 
     Besides what `write` takes, `max(DRAWN_BYTES, bytes of the largest tensor in fp32)` of host memory are in
     use.
 
     Args:
-        write: called by several threads at once, for each tensor once, in about the order of `units`.
+        write: called by several threads at once, for each tensor or part once, in about the order of `units`.
         threads: that draw; by default as many as torch computes with.
 
     Raises:
         ModelSourceError: the family's rules leave a tensor without a finite value.
     """
     threads = threads or torch.get_num_threads()
-    tensors = [(unit.name, spec) for unit in units for spec in unit.tensors]
+    tensors = [(unit.name, spec) for unit, spec in tensors_by_part(model, units)]
     numel_max = max([DRAWN_BYTES // 4, *(spec.numel for _, spec in tensors)])
 
     @torch.no_grad()  # holds for one thread only

@@ -60,6 +60,15 @@ class TensorSpec:
     def end(self) -> int:
         return self.offset + self.numel
 
+    def parts(self) -> tuple[TensorSpec, ...]:
+        """The elements of a stack along its first dimension, where they are."""
+        count, *shape = self.shape
+        numel = prod(shape)
+        return tuple(
+            TensorSpec(self.name, tuple(shape), self.offset + part * numel, self.decay, part)
+            for part in range(count)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:

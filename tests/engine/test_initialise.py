@@ -27,15 +27,9 @@ from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit, pack_unit
 from tierstream.tiered.store import Store
 
-MOE = {
-    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
-}  # fmt: skip
-#: Families with rules of other kinds: scaled projections, stacked experts, torch.rand, truncated normals.
+#: Families with rules of other kinds: scaled projections, torch.rand, truncated normals.
 OTHERS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=4, n_head=2, n_positions=32, vocab_size=259),
-    "gpt_oss": lambda: transformers.GptOssConfig(**MOE, num_local_experts=4, num_experts_per_tok=2),
-    "mixtral": lambda: transformers.MixtralConfig(**MOE, num_local_experts=4),
     "mamba": lambda: transformers.MambaConfig(vocab_size=259, hidden_size=64, num_hidden_layers=2),
     "modernbert-decoder": lambda: transformers.ModernBertDecoderConfig(
         vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
@@ -109,6 +103,8 @@ def test_experts_are_drawn_one_by_one(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len({e.numpy().tobytes() for e in experts}) == len(experts) > 0
     shuffled = random.Random(1).sample(units, len(units))
     assert different(bits(drawn(model, shuffled)), bits(expected)) == []
+    in_layers = list(find_units(model, experts_apart=False).in_forward_order)
+    assert different(bits(drawn(model, in_layers)), bits(expected)) == []
 
 
 def test_every_random_operation_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

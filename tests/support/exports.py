@@ -9,22 +9,26 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.models import Flat, two_units
+from support.models import Flat
 
 from tierstream.engine.export import export_model
-from tierstream.engine.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.meta_model import build_meta_model, is_kept_in_fp32, materialise_buffers
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.source import load_weights, plan_load
+from tierstream.engine.units import find_units
 
 
 class Loaded:
     """A model directory in planes: fp32 masters, with low bits that no bf16 has."""
 
-    def __init__(self, path: Path, dtype: str = "bfloat16", *, low_bits: bool = True) -> None:
-        self.model, _ = build_meta_model(ModelConfig(path=str(path), dtype=dtype))  # type: ignore[arg-type]
+    def __init__(
+        self, path: Path, dtype: str = "bfloat16", *, low_bits: bool = True, experts_apart: bool = True
+    ) -> None:
+        config = ModelConfig(path=str(path), dtype=dtype, attention="eager")  # type: ignore[arg-type]
+        self.model, _ = build_meta_model(config)
         plan = plan_load(self.model, open_checkpoint(path))
-        self.flat = Flat(two_units(self.model))
+        self.flat = Flat(find_units(self.model, experts_apart=experts_apart).in_forward_order)
         self.units = self.flat.units
         load_weights(plan, self.units, self.flat.write)
         materialise_buffers(self.model, plan, "cpu")
@@ -45,7 +49,11 @@ class Loaded:
             out[:] = values
 
     def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return {name: value.to(dtype) for name, value in self.flat.tensors().items()}
+        """The parameters in this type, or in fp32 where the family keeps it."""
+        return {
+            name: value if is_kept_in_fp32(self.model, name, dtype) else value.to(dtype)
+            for name, value in self.flat.tensors().items()
+        }
 
     def export(self, path: Path, **options: Any) -> Any:
         return export_model(self.read, self.model, self.units, path, **options)

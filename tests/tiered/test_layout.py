@@ -51,6 +51,17 @@ def test_decay_runs_cover_the_unit(tensors: list[tuple[list[int], bool]]) -> Non
         assert run[2] == spec.decay
 
 
+def test_parts_of_a_stack_lie_one_after_another() -> None:
+    unit = pack_unit("u", "bfloat16", [("stack", (3, 5, 7), True), ("vector", (9,), False)])
+    stack = unit.tensors[0]
+    parts = stack.parts()
+    assert [(part.name, part.shape, part.part, part.decay) for part in parts] == [
+        ("stack", (5, 7), index, True) for index in range(3)
+    ]
+    assert [part.offset for part in parts] == [0, 35, 70]
+    assert parts[-1].end == stack.end
+
+
 def test_a_unit_without_tensors_has_no_runs() -> None:
     assert pack_unit("u", "float32", []).decay_runs() == []
 
