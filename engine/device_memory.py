@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Groups of buffers that units share; embedding, head and the units that stay have their own, by their names.
 LAYER_GROUP, BESIDE_GROUP, EXPERT_GROUP, ACTIVATION_GROUP = "layers", "beside", "experts", "activations"
 #: Slots for weights of experts where no budget says how many: one computed with, two on their way, one ahead.
-_EXPERT_SLOTS, _EXPERT_SLOTS_MIN = 4, 2
+_EXPERT_SLOTS = 4
 #: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
 #: little DRAM.
 IN_FLIGHT_PAGES = 4
@@ -71,7 +71,7 @@ def divide(
 
     Raises:
         BudgetError: the budget holds neither all units nor two layers beside the ends, or `expert_nbytes` do
-            not hold two experts.
+            not hold one expert.
     """
     division = _Division(units, layout, boundary_nbytes, passing_nbytes, expert_nbytes)
     order = tuple(unit.name for unit in units.without_experts)
@@ -181,9 +181,9 @@ def _expert_slots(experts: Sequence[Unit], budget: int | None) -> tuple[int, int
         return None
     size = max(_weight_nbytes(unit) for unit in experts)
     count = _EXPERT_SLOTS if budget is None else min(budget // size, len(experts))
-    if count < min(_EXPERT_SLOTS_MIN, len(experts)):
+    if count < 1:
         raise BudgetError(
             f"moe.gpu_cache is {format_bytes(budget or 0)}, and an expert takes {format_bytes(size)}; raise "
-            f"it to {format_bytes(_EXPERT_SLOTS_MIN * size)} at least, or leave it out"
+            "it to that at least, or leave it out"
         )
     return count, size

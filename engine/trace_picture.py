@@ -46,6 +46,7 @@ _CAUSES = {
     "weights: page": "#f46036",
     "weights: slot": "#f8a03f",
     "weights: copy": "#f2d13c",
+    "experts": "#a85c32",
     "activations": "#c14bd0",
     "gradients": "#3fb8af",
     "verdict": "#1b998b",

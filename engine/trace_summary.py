@@ -2,7 +2,8 @@
 
 Every instant at which the lane is idle gets one cause, the first that holds:
 
-    gradients, activations, verdict   the host that feeds the lane stalls for it
+    gradients, activations, experts,
+    verdict                           the host that feeds the lane stalls for it
     activations                       the boundary that the lane needs next is not on the device yet; it is
                                       uploaded ahead of the weights
     weights: ...                      the weights of what the lane computes next are not on the device yet;
@@ -124,7 +125,7 @@ def _split(
 
 def _cause(time_s: float, needed: Sequence[Span], at: dict[Track, Span | None]) -> str:
     host, uploader, updater = at[Track.HOST], at[Track.UPLOADER], at[Track.UPDATER]
-    if host is not None and host.what in ("gradients", "activations", "verdict"):
+    if host is not None and host.what in ("gradients", "activations", "experts", "verdict"):
         return host.what
     missing = [upload for upload in needed if upload.end_s > time_s]
     if any(upload.what == "activation" for upload in missing):

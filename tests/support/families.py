@@ -11,19 +11,19 @@ from typing import Any
 import torch
 import transformers
 
-#: Sizes that all have: no tensor is a multiple of a page, and heads are few.
+#: Sizes that all have: no tensor is a multiple of a page; grouped_mm wants rows of 16 bytes in bf16.
 _COMMON = {
     "vocab_size": 259, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None, "use_cache": False,
 }  # fmt: skip
-_ROUTED = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
+_ROUTED = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 #: Class of the configuration, and what is the family's own.
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOssConfig",
         {
-            "intermediate_size": 28, "head_dim": 8, "sliding_window": 6, "num_local_experts": 8,
+            "intermediate_size": 24, "head_dim": 8, "sliding_window": 6, "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
     ),
@@ -38,12 +38,12 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": (
         "MixtralConfig",
-        {"intermediate_size": 28, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "olmoe": ("OlmoeConfig", {"intermediate_size": 20, "num_experts": 8, "num_experts_per_tok": 2}),
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}),
     "phimoe": (  # draws random numbers to choose experts
         "PhimoeConfig",
-        {"intermediate_size": 28, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "deepseek_v3": (  # router in fp32, correction bias, groups of experts, shared experts, latent attention
         "DeepseekV3Config",
@@ -62,7 +62,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (  # linear attention in two of three layers
         "Qwen3NextConfig",
         {
-            **_ROUTED, "intermediate_size": 44, "head_dim": 8, "shared_expert_intermediate_size": 12,
+            **_ROUTED, "intermediate_size": 44, "head_dim": 8, "shared_expert_intermediate_size": 16,
             "num_experts": 8, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
