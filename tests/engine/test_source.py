@@ -163,7 +163,7 @@ def test_a_stack_of_too_few_experts_is_refused_by_name(tmp_path: Path) -> None:
     save_mixture(tmp_path, "gpt_oss", shard="5GB")
     name = "model.layers.0.mlp.experts.down_proj"
     rewrite(tmp_path / "model.safetensors", lambda t: t.update({name: t[name][1:].contiguous()}))
-    assert f"1 of another shape: {name} is [7, 28, " in refusal(tmp_path)
+    assert f"1 of another shape: {name} is [7, " in refusal(tmp_path)
 
 
 def test_units_without_one_of_the_experts_are_a_bug(tmp_path: Path) -> None:
