@@ -91,7 +91,8 @@ def test_experts_of_the_step_before_are_read_ahead() -> None:
 
 
 def test_room_for_less_than_one_expert_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"moe\.gpu_cache is 100 B, and an expert takes .*; raise it to that"):
+    said = r"moe\.gpu_cache is 100 B, and an expert takes .*; raise it to that"
+    with pytest.raises(BudgetError, match=said):
         rig(setup(1).but(expert_nbytes=100)).__enter__()
 
 
