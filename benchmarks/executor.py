@@ -54,6 +54,21 @@ RUNS: Mapping[str, Sequence[str]] = {
         "--peer-nvme-dir", "{nvme}", "--turns", "blocks", *_ONE_BY_ONE,
     ),
     "3b-6gib-dram": (*_3B, *_CHECKED, "--dram", "6GiB", "--nvme-dirs", "{nvme}", *_ONE_BY_ONE),
+    # Two layers of 128 experts, 91 GB of state: single experts, and whole layers in the same run.
+    "gpt-oss-2-layers": (
+        "--shape", "gpt-oss-120b", "--layers", "2", *_32K_TOKENS, "--deterministic", "false",
+        "--clip-norm", "null", "--check-finite", "false", "--dram", "112GiB", "--stream", "experts", "layers",
+        *_SHORT,
+    ),
+    "gpt-oss-2-layers-131k-tokens": (
+        "--shape", "gpt-oss-120b", "--layers", "2", *_32K_TOKENS, "--rows", "128", "--deterministic", "false",
+        "--clip-norm", "null", "--check-finite", "false", "--dram", "112GiB", "--expert-cache", "1GiB",
+        *_ONE_BY_ONE,
+    ),
+    "olmoe-7b": (
+        "--shape", "olmoe-7b", *_32K_TOKENS, "--deterministic", "false", "--clip-norm", "null",
+        "--check-finite", "false", "--dram", "112GiB", "--stream", "experts", "layers", *_SHORT,
+    ),
     # Depth changes neither the GPU's memory nor the speed per layer.
     "depth": (
         "--shape", "qwen2.5-1.5b", "--layers", "28", "56", "112", *_32K_TOKENS, *_FUSED, *_SHORT,
