@@ -68,15 +68,14 @@ def plan_export(model: Any, units: Iterable[Unit], dtype: ExportDtype | None) ->
     for unit, spec in tensors_by_part(model, units):
         group = unit.name if spec.part is None else spec.name.rpartition(".")[0]
         groups.setdefault(group, []).append((unit, spec))
-    tensors: list[ExportTensor] = []
-    shapes: dict[str, tuple[int, ...]] = {}
-    for pieces in groups.values():
-        metas = _metas(model, pieces, dtype)
-        shapes |= {name: tuple(meta.shape) for name, meta in metas.items()}
-        tensors += _reverted(model, pieces, metas)
+    metas = [_metas(model, pieces, dtype) for pieces in groups.values()]
+    shapes = {name: tuple(meta.shape) for found in metas for name, meta in found.items()}
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if odd := dict(shapes.items() ^ parameters.items()):
         raise InvariantError(f"units and model differ in {some(sorted(odd))}")
+    tensors: list[ExportTensor] = []
+    for pieces, of_pieces in zip(groups.values(), metas, strict=True):
+        tensors += _reverted(model, pieces, of_pieces)
     return tensors + _buffers(model, parameters)
 
 

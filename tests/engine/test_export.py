@@ -353,9 +353,14 @@ def test_missing_tokenizer_is_refused(tmp_path: Path, loaded: Loaded) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_units_that_are_not_the_models_are_a_bug(loaded: Loaded) -> None:
+def test_units_that_are_not_the_models_are_a_bug(tmp_path: Path, loaded: Loaded) -> None:
     with pytest.raises(InvariantError, match="units and model differ"):
         plan_export(loaded.model, loaded.units[:1], None)
+    save_mixture(tmp_path / "mixture", "mixtral")
+    mixture = Loaded(tmp_path / "mixture")
+    without = [unit for unit in mixture.units if unit.name != "layers.1.experts.2"]
+    with pytest.raises(InvariantError, match=r"differ in model\.layers\.1\.mlp\.experts\.down_proj, "):
+        plan_export(mixture.model, without, None)
 
 
 def test_two_hundred_shards_with_64_file_handles(tmp_path: Path) -> None:
