@@ -17,6 +17,8 @@ from tierstream.engine.machine import KnownDrive
 from tierstream.engine.meta_model import build_meta_model, materialise_buffers
 from tierstream.engine.metrics import DriveTotals
 from tierstream.engine.plan import STATE_FOLDER, Plan, make_plan
+from tierstream.engine.router_bias import check_bias_update, restore_biases
+from tierstream.engine.router_loss import router_losses
 from tierstream.engine.runtime import Runtime
 from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.state import PlaneWriter
@@ -72,9 +74,12 @@ def build_model(config: RunConfig, parts: ExitStack) -> tuple[Any, Any]:
         parts: puts back, when it is closed, what these kernels replace for the whole process.
 
     Raises:
-        ModelSourceError, ConfigError: see `build_meta_model` and `kernels.liger`.
+        ModelSourceError, ConfigError: see `build_meta_model`, `kernels.liger`, `router_losses` and
+            `check_bias_update`.
     """
     model, hf_config = build_meta_model(config.model)
+    router_losses(config.moe, model)
+    check_bias_update(model, config.moe.bias_update_rate)
     if config.train.kernels == "liger":
         parts.enter_context(kernels.liger(model))
     if config.train.compile:
@@ -266,6 +271,8 @@ def fill_state(
         initialise.init_weights(model, units.in_forward_order, config.train.seed, write)
         origin = f"random weights (seed {config.train.seed})"
     materialise_buffers(model, weights, device.torch_device)
+    if snapshot is not None:
+        restore_biases(model, snapshot.state["router_biases"])
     return origin
 
 
@@ -288,6 +295,7 @@ def build_runtime(
         store,
         device,
         config.optimizer,
+        config.moe,
         rows_per_chunk=config.train.rows_per_chunk or config.train.rows_per_step,
         loss_chunk_tokens=config.train.loss_chunk(model.config.vocab_size),
         total_updates=config.train.steps,

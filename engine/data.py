@@ -63,18 +63,20 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of a step; all arrays int64 [rows, seq_len].
+    """Rows of a step; arrays int64 [rows, seq_len] if nothing else is said.
 
     Attributes:
         labels: the next token, `NOT_TRAINED` where there is none; already shifted.
         position_ids: from 0 at every row and, with isolated documents, at every document.
         trained_tokens: labels that count.
+        padding: bool [rows, seq_len], positions that hold no token; None: there are none.
     """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     trained_tokens: int
+    padding: NDArray[np.bool_] | None
 
 
 class PackedRows:
@@ -116,17 +118,20 @@ class PackedRows:
         input_ids = np.full(shape, self.store.index.end_of_text_id, np.int64)
         labels = np.full(shape, NOT_TRAINED, np.int64)
         position_ids = np.empty(shape, np.int64)
+        padding = np.zeros(shape, np.bool_)
         for i, (epoch, row) in enumerate(self.row_ids(step, rows).tolist()):
             stream, begins = self._read(epoch, row)
             length = min(self.seq_len, stream.size)
             input_ids[i, :length] = stream[:length]
             labels[i, : stream.size - 1] = stream[1:]
+            padding[i, length:] = True
             position_ids[i] = np.arange(self.seq_len)
             if self.isolate_documents:
                 labels[i, begins[begins > 0] - 1] = NOT_TRAINED
                 restarts = np.append(begins[begins < length], length)  # padding is a document of its own
                 position_ids[i] -= _last_restart(restarts, self.seq_len)
-        return Batch(input_ids, labels, position_ids, int(np.count_nonzero(labels != NOT_TRAINED)))
+        trained_tokens = int(np.count_nonzero(labels != NOT_TRAINED))
+        return Batch(input_ids, labels, position_ids, trained_tokens, padding if padding.any() else None)
 
     def documents(self, epoch: int) -> NDArray[np.int64]:
         """The documents in the order of an epoch."""

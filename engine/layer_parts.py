@@ -12,7 +12,9 @@ from torch import nn
 from tierstream.engine.binding import Binding
 from tierstream.engine.experts import StreamedExperts
 from tierstream.engine.recompute import last_projection, only_summed, without_output
+from tierstream.engine.router_loss import LayerRouters
 from tierstream.engine.routing import Choices
+from tierstream.engine.units import experts_of
 from tierstream.tiered.layout import Unit
 
 
@@ -21,13 +23,21 @@ class LayerParts:
 
     Args:
         units: those that all tokens need.
-        experts: of the module that holds experts; its forward is replaced. None: a dense layer.
+        experts: of the module that holds experts; its forward is replaced. None: a dense layer, or one whose
+            experts are part of its unit.
+        routers: those whose losses are wanted.
     """
 
     def __init__(
-        self, model: Any, layer: nn.Module, units: Sequence[Unit], experts: StreamedExperts | None
+        self,
+        model: Any,
+        layer: nn.Module,
+        units: Sequence[Unit],
+        experts: StreamedExperts | None,
+        routers: LayerRouters | None,
     ) -> None:
         self.layer, self.units, self.experts = layer, units, experts
+        self._routers, self._chooses = routers, experts_of(layer) is not None
         self._bindings = [Binding(model, [layer], unit) for unit in units]
         self._unneeded: nn.Linear | None = None
         self._examined = False
@@ -39,18 +49,22 @@ class LayerParts:
         return [binding.tensors(flat) for binding, flat in zip(self._bindings, flats, strict=True)]
 
     @contextlib.contextmanager
-    def bound(self, tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
-        """Within, the layer's parameters are these."""
-        with contextlib.ExitStack() as stack:
-            for binding, own in zip(self._bindings, tensors, strict=True):
-                stack.enter_context(binding.bound(own))
+    def forward(self, weights: Sequence[Sequence[torch.Tensor]], choices: Choices) -> Iterator[None]:
+        """Within, the layer runs all rows with these weights, and what its routers choose is kept."""
+        with self._bound(weights), choices.recorded() if self._chooses else contextlib.nullcontext():
+            yield
+        if self._routers is not None:
+            self._routers.add()
+
+    @contextlib.contextmanager
+    def recomputing(self, leaves: Sequence[Sequence[torch.Tensor]], choices: Choices) -> Iterator[None]:
+        """Within, it runs them again, some at a time, and its routers choose what they did."""
+        with self._bound(leaves), choices.replayed() if self._chooses else contextlib.nullcontext():
             yield
 
-    def choices_recorded(self, choices: Choices) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.experts is None else choices.recorded()
-
-    def choices_replayed(self, choices: Choices) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.experts is None else choices.replayed()
+    def router_shares(self, rows: slice) -> list[torch.Tensor]:
+        """What its routers, recomputed for `rows`, add to the loss; 0-dim each."""
+        return [] if self._routers is None else self._routers.shares(rows)
 
     def recompute(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The layer's output with its graph; what no gradient needs is left out once it is known."""
@@ -66,3 +80,10 @@ class LayerParts:
             self.experts.output_needed = not only_summed(out.grad_fn, output.grad_fn)
         self._examined = True
         return out
+
+    @contextlib.contextmanager
+    def _bound(self, tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for binding, own in zip(self._bindings, tensors, strict=True):
+                stack.enter_context(binding.bound(own))
+            yield

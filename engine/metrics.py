@@ -80,6 +80,12 @@ class StepMetrics:
     """Largest resident set of the process so far."""
     gpu_peak_bytes: int = 0
     """Largest allocation on the device so far."""
+    router_aux_loss: float | None = None
+    """Load-balancing loss of the routers, before `moe.aux_loss_coef`; with equal loads as many as the experts
+    of a token. Not part of `loss`; None: not computed.
+    """
+    router_z_loss: float | None = None
+    """Mean of logsumexp(router logits)^2, before `moe.z_loss_coef`; likewise."""
 
     def to_json(self) -> str:
         """One line. Not-a-number stays visible as the token `NaN` (`Infinity`, `-Infinity`).

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -23,8 +23,11 @@ from tierstream.engine.download import Downloader
 from tierstream.engine.expert_cache import ExpertCache
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.interpreter import collect_now_and_then
+from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, unconditional
 from tierstream.engine.plan import Plan
+from tierstream.engine.router_bias import BiasUpdate
+from tierstream.engine.router_loss import router_losses
 from tierstream.engine.sweep import Batch, Sweep
 from tierstream.engine.trace import Trace
 from tierstream.engine.units import ModelUnits, activation_unit
@@ -54,10 +57,16 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Loss (mean over the step's trained tokens; NaN if there are none) and what its gradients allowed."""
+    """Cross-entropy (mean over the step's trained tokens; NaN if there are none) and what the gradients
+    allowed.
+
+    Attributes:
+        router_losses: `aux` and `z`, those that are added, without their coefficients.
+    """
 
     loss: float
     verdict: Verdict
+    router_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 class Runtime:
@@ -69,6 +78,9 @@ class Runtime:
         total_updates: length of the learning-rate schedule. applied_updates: updates already in the planes.
         threads: CPU threads of the optimizer's kernel.
         trace: is told what lanes and threads do; given by those who want it recorded.
+
+    Raises:
+        ConfigError: `moe` wants of the model's routers what they do not have.
     """
 
     def __init__(
@@ -80,6 +92,7 @@ class Runtime:
         store: Store,
         device: Device,
         config: OptimizerConfig,
+        moe: MoeConfig,
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
@@ -88,7 +101,7 @@ class Runtime:
         threads: int = 1,
         trace: Trace | None = None,
     ) -> None:
-        self.units, self.layout, self.store, self.device = units, layout, store, device
+        self.model, self.units, self.layout, self.store, self.device = model, units, layout, store, device
         self.trace = trace = trace or Trace()
         self.applied_updates = applied_updates
         self._config, self._total_updates = config, total_updates
@@ -113,9 +126,12 @@ class Runtime:
             self.experts = ExpertCache(
                 device, store, layout, *memory.expert_slots, self.updates.queue.wait, trace
             )
+        self._router_losses = router_losses(moe, model)
+        self._bias_update = BiasUpdate(model, moe.bias_update_rate)
         self._sweep = Sweep(
             model, units, device, self.uploader, self._gradients, self._stash, self.experts, trace,
             rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
+            router_losses=self._router_losses,
         )  # fmt: skip
         self._uploads = self._sweep.uploads(self.updates.queue.wait, memory.group_of)
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)
@@ -197,6 +213,7 @@ class Runtime:
         if self.experts is not None and self._device_is_stale:
             self.experts.forget()
         self._state.load()
+        self._bias_update.begin_step(batch.padding)
         self._gradients.begin_step()
         self.store.begin_step(pages, self._following)
         if pending is not None:
@@ -206,7 +223,10 @@ class Runtime:
         self.updates.queue.want_in_forward_order()
         loss = self._sweep.run(plan, batch)
         value, sums = self._gradients.loss_and_sums_of_squares(loss)
-        return StepOutcome(value, self._conclude(sums, value))
+        outcome = StepOutcome(value, self._conclude(sums, value), self._router_losses.values())
+        if not outcome.verdict.skipped:
+            self._bias_update.apply()
+        return outcome
 
     def _conclude(self, sums: Sequence[float], loss: float) -> Verdict:
         """The verdict over the step's gradients, to be carried out later, or already under way."""

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tierstream.engine.activations import ActivationStash
 from tierstream.engine.binding import Binding
@@ -29,8 +28,9 @@ from tierstream.engine.expert_cache import ExpertCache
 from tierstream.engine.experts import StreamedExperts
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.head import Head
+from tierstream.engine.layer_call import LayerCall
 from tierstream.engine.layer_parts import LayerParts
-from tierstream.engine.routing import Choices
+from tierstream.engine.router_loss import RouterLosses, layer_routers
 from tierstream.engine.trace import Trace, Track
 from tierstream.engine.units import ModelUnits, activation_unit, experts_of
 from tierstream.engine.upload import StepPlan, Upload, Uploader
@@ -50,46 +50,6 @@ class Use(NamedTuple):
     kind: str
     unit: str
     layer: int | None = None
-
-
-class LayerCall:
-    """One call of one layer: its arguments taken apart, so that it can be run for some rows, twice.
-
-    Every tensor argument whose first dimension is the number of rows is cut; the rest is passed whole.
-    """
-
-    def __init__(self, layer: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.layer, self._forward = layer, forward
-        leaves, self._spec = tree_flatten((args, kwargs))
-        self.hidden = args[0] if args else kwargs["hidden_states"]
-        self._hidden_at = next(i for i, leaf in enumerate(leaves) if leaf is self.hidden)
-        self.rows = self.hidden.shape[0]
-        self._leaves = [None if i == self._hidden_at else leaf for i, leaf in enumerate(leaves)]
-        self.rng: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.choices = Choices()
-        for leaf in self._leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                raise ModelSourceError(
-                    "a layer takes a second differentiable input beside its hidden states; this model cannot "
-                    "be streamed yet"
-                )
-
-    def run(self, hidden: torch.Tensor, rows: slice) -> torch.Tensor:
-        """The layer's output for `rows`, given its input for these rows."""
-        leaves = [
-            leaf[rows]
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self.rows
-            else leaf
-            for leaf in self._leaves
-        ]
-        leaves[self._hidden_at] = hidden
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        out = self._forward(*args, **kwargs)
-        if not isinstance(out, torch.Tensor) or out.shape != hidden.shape:
-            raise ModelSourceError(
-                "a layer returns something else than hidden states; this model cannot be streamed yet"
-            )
-        return out
 
 
 class _StreamedLayer(torch.autograd.Function):
@@ -122,12 +82,17 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a step on the device: int64 [rows, seq_len] each; labels are shifted already."""
+    """Rows of a step on the device: int64 [rows, seq_len] each; labels are shifted already.
+
+    Attributes:
+        padding: bool [rows, seq_len], positions that hold no token; None: there are none.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
     trained_tokens: int
+    padding: torch.Tensor | None = None
 
 
 class Sweep:
@@ -138,6 +103,7 @@ class Sweep:
         cache: where weights of experts come from; None: there are none.
         rows_per_chunk: rows that run through a layer at once.
         loss_chunk_tokens: tokens whose logits exist at once.
+        router_losses: added to the cross-entropy.
     """
 
     def __init__(
@@ -153,11 +119,17 @@ class Sweep:
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
+        router_losses: RouterLosses,
     ) -> None:
         self._units, self._device, self._uploader = units, device, uploader
         self._gradients, self._stash, self._trace = gradients, stash, trace
-        self._rows_per_chunk = rows_per_chunk
+        self._rows_per_chunk, self._router_losses = rows_per_chunk, router_losses
         self._decoder = model.get_decoder()
+        self._outputs = {"use_cache": False}
+        if getattr(
+            model.config, "output_router_logits", False
+        ):  # transformers would keep those of all layers
+            self._outputs["output_router_logits"] = False
         self._embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         self._anchor = torch.zeros((), requires_grad=True)
         norm = _final_norm(model)
@@ -184,7 +156,9 @@ class Sweep:
                     module, units.experts[index], self._device, cache, self._gradients, before=before
                 )
                 before = experts
-            parts.append(LayerParts(model, layer, [units.layers[index], *units.beside[index]], experts))
+            routers = layer_routers(model, layer, self._router_losses)
+            own = [units.layers[index], *units.beside[index]]
+            parts.append(LayerParts(model, layer, own, experts, routers))
         return parts
 
     def _list_uses(self) -> list[Use]:
@@ -225,9 +199,10 @@ class Sweep:
             The mean cross-entropy over the step's trained tokens, 0-dim fp64 on the device.
         """
         self._stash.begin_step()
+        self._router_losses.begin_step(batch.padding)
         self._uploader.begin(plan)
         hidden = self._decoder(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+            input_ids=batch.input_ids, position_ids=batch.position_ids, **self._outputs
         ).last_hidden_state
         weights = self._head_binding.tensors(self._take(self._head_use))
         sums = self._gradients.open(self._units.head).views()
@@ -260,8 +235,7 @@ class Sweep:
         weights = parts.tensors([self._take(use) for use in uses])
         with (
             self._computing("forward", parts.units[0]),
-            parts.bound(weights),
-            parts.choices_recorded(call.choices),
+            parts.forward(weights, call.choices),
         ):
             out = _joined(hidden, ((rows, call.run(hidden[rows], rows)) for rows in self._chunks(call.rows)))
         for use in uses:
@@ -281,7 +255,9 @@ class Sweep:
             part = hidden[rows].detach().requires_grad_()
             out = parts.recompute(lambda: call.run(part, rows))
             wanted = [part, *chain(*leaves)]
-            grad_part, *grads = torch.autograd.grad(out, wanted, grad_out[rows], allow_unused=True)
+            shares = parts.router_shares(rows)
+            grad_outputs = [grad_out[rows], *map(torch.ones_like, shares)]
+            grad_part, *grads = torch.autograd.grad([out, *shares], wanted, grad_outputs, allow_unused=True)
             for total, own in zip(totals, leaves, strict=True):
                 total.add(grads[: len(own)])
                 del grads[: len(own)]
@@ -290,8 +266,7 @@ class Sweep:
         with (
             self._computing("backward", parts.units[0]),
             torch.enable_grad(),
-            parts.bound(leaves),
-            parts.choices_replayed(call.choices),
+            parts.recomputing(leaves, call.choices),
             self._device.replayed_rng(call.rng),
         ):
             grad_in = _joined(hidden, ((rows, chunk_backward(rows)) for rows in self._chunks(call.rows)))

@@ -24,6 +24,8 @@ from tierstream.engine.machine import explain_profile, known_drives, load_profil
 from tierstream.engine.metrics import MetricsWriter, Observer, RunDirectory, RunSummary, StepMetrics
 from tierstream.engine.plan import page_warning
 from tierstream.engine.plan_report import describe_plan
+from tierstream.engine.router_bias import saved_biases
+from tierstream.engine.router_loss import explain_router_losses
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Trace, Track
@@ -149,6 +151,8 @@ class _Run:
         observer.on_event(f"data: {rows.store.origin}")
         observer.on_event(f"state: {origin}")
         left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
+        for line in explain_router_losses(config.moe, model):
+            observer.on_event(line)
         observer.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
         run = cls(config, observer, directory, rows, runtime, tier, state | {"settings": settings})
         observer.on_plan(describe_plan(config, units, layout, plan, runtime, tier, device, profile, run.step))
@@ -165,7 +169,8 @@ class _Run:
             torch.from_numpy(array).to(device)
             for array in (packed.input_ids, packed.labels, packed.position_ids)
         )
-        batch = Batch(ids, labels, positions, packed.trained_tokens)
+        padding = None if packed.padding is None else torch.from_numpy(packed.padding).to(device)
+        batch = Batch(ids, labels, positions, packed.trained_tokens, padding)
         # Random numbers (dropout) are a function of (seed, step): a resumed run needs no generator state.
         torch.manual_seed((config.train.seed * 1_000_003 + self.step) % 2**63)
         outcome = self.runtime.step(batch)
@@ -204,6 +209,7 @@ class _Run:
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
             "data_fingerprint": self.rows.fingerprint,
+            "router_biases": saved_biases(self.runtime.model),
             "settings": self.settings,
         }
         with self.runtime.trace.span(Track.HOST, "checkpoint"):
@@ -256,6 +262,8 @@ class _Run:
             step=self.step,
             optimizer_step=self.runtime.applied_updates,
             loss=outcome.loss,
+            router_aux_loss=outcome.router_losses.get("aux"),
+            router_z_loss=outcome.router_losses.get("z"),
             grad_norm=verdict.grad_norm,
             clip_factor=verdict.clip_factor,
             lr=verdict.lr,

@@ -57,7 +57,7 @@ def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
     snapshot = Snapshot.open(checkpoint)
     settings = snapshot.state["settings"]
     model_config = ModelConfig(**settings["model"])
-    model = _build_model(model_config, settings["architecture"])
+    model = _build_model(model_config, settings["architecture"], snapshot.state["router_biases"])
     data_config = DataConfig(**settings["data"])
     if options.tokenizer is not None:
         data_config.tokenizer = options.tokenizer
@@ -77,10 +77,13 @@ def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
     print(f"{info.path}: step {snapshot.state['step']}, {info.tensors} tensors, {format_bytes(info.nbytes)}")
 
 
-def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:
+def _build_model(
+    config: ModelConfig, architecture: Mapping[str, Any], router_biases: Mapping[str, list[float]]
+) -> Any:
     """The meta model, from the architecture stored in the checkpoint: what the run began with may be gone."""
     from tierstream.engine import source
     from tierstream.engine.meta_model import build_meta_model, materialise_buffers
+    from tierstream.engine.router_bias import restore_biases
     from tierstream.engine.safetensors_dir import open_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
@@ -88,9 +91,10 @@ def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:
         stored = ModelConfig(config=folder, dtype=config.dtype, attention=config.attention)
         model, _ = build_meta_model(stored)
     if model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
-        # Buffers that belong to the weights are never trained: they are those of the source.
+        # Of the buffers that belong to the weights only these move; the others are those of the source.
         plan = source.plan_load(model, open_checkpoint(config.path)) if config.path is not None else None
         materialise_buffers(model, plan, "cpu")
+        restore_biases(model, router_biases)
     return model
 
 

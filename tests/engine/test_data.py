@@ -96,6 +96,14 @@ def test_every_token_of_an_epoch_is_an_input_once() -> None:
         ended = packed.store.tokens.tolist() + [END] * padding
         assert sorted(batch.input_ids.ravel().tolist()) == sorted(ended)
         assert batch.trained_tokens == packed.store.index.tokens - 5  # all but the end of each document
+        assert batch.padding is not None
+        assert batch.padding.sum() == padding
+        assert set(batch.input_ids[batch.padding].tolist()) == {END}
+        assert set(batch.labels[batch.padding].tolist()) == {-100}
+
+
+def test_no_padding_is_told_apart_from_end_of_text() -> None:
+    assert rows_of([7, 7, 7], seq_len=7).batch(0, 3).padding is None
 
 
 def test_counts_by_hand() -> None:

@@ -19,6 +19,7 @@ from support.stores import drives_in
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device import CopyFaults, Device
 from tierstream.engine.meta_model import materialise_buffers
+from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig, make_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
@@ -91,7 +92,8 @@ def batches(count: int, *, rows: int = ROWS, seq_len: int = SEQ_LEN, seed: int =
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     tensors = (batch.input_ids, batch.labels, batch.position_ids)
-    return Batch(*(tensor.to(device) for tensor in tensors), batch.trained_tokens)
+    padding = None if batch.padding is None else batch.padding.to(device)
+    return Batch(*(tensor.to(device) for tensor in tensors), batch.trained_tokens, padding)
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Setup:
     faults_seed: int | None = None
     device: str = "cpu"
     attention: str = "sdpa"
+    moe: MoeConfig = field(default_factory=MoeConfig)
     threads: int = 2
     trace: bool = False
     prepare: Callable[[Any], None] = lambda model: None
@@ -138,7 +141,7 @@ class Rig:
         self.device = Device(setup.device, CopyFaults(faults) if faults is not None else None)
         model, hf_config = _meta(setup)
         setup.prepare(model)
-        self.units = find_units(model)
+        self.units = find_units(model, experts_apart=setup.moe.experts_apart)
         tiers = TiersConfig(
             gpu=ByteSize(1 << 40) if setup.gpu_all else None if setup.gpu is None else ByteSize(setup.gpu),
             dram=None if setup.dram is None else ByteSize(setup.dram),
@@ -181,7 +184,7 @@ class Rig:
             if name in stored:
                 buffer.copy_(stored[name])
         self.runtime = Runtime(
-            model, self.units, self.layout, self.plan, self.store, self.device, setup.optimizer,
+            model, self.units, self.layout, self.plan, self.store, self.device, setup.optimizer, setup.moe,
             rows_per_chunk=setup.rows_per_chunk, loss_chunk_tokens=setup.loss_chunk_tokens,
             total_updates=setup.total_updates, threads=setup.threads, trace=self.trace,
         )  # fmt: skip

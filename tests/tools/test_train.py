@@ -56,6 +56,11 @@ OPTIONS = """\
 --tiers.profile TEXT|null null
 --tiers.require-path {posix-direct,kvikio-compat,gds}|null null
 --tiers.readback {off,sampled,full} sampled
+--moe.stream {experts,layers} experts
+--moe.gpu-cache SIZE|null null
+--moe.aux-loss-coef FLOAT|null null
+--moe.z-loss-coef FLOAT 0.0
+--moe.bias-update-rate FLOAT 0.0
 --train.steps INT 100
 --train.rows-per-step INT 8
 --train.rows-per-chunk INT|null null
