@@ -74,6 +74,8 @@ def describe_plan(
 def _on_device(plan: Plan, units: ModelUnits) -> str:
     resident, everything = len(plan.device.resident), len(units.in_forward_order)
     streamed = f"{plan.device.layer_slots} of {len(units.layers)} layers, ends, gradient sums"
+    if plan.device.expert_slots is not None:
+        streamed = f"{plan.device.expert_slots[0]} of {sum(map(len, units.experts))} experts, {streamed}"
     if not resident:
         return streamed
     stays = f"all state of {resident} of {everything} units"
