@@ -6,7 +6,7 @@ torch compiles the source when it is first used, with NVRTC, which comes with it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ _SUM_BLOCKS = 1024
 _ADAMW_BLOCKS = 4096
 #: Kernels count in 32 bits.
 _ELEMENTS_PER_CALL = 1 << 30
+#: What a thread takes at a time (csrc/operations.cpp): half a megabyte of planes, which its cache holds.
+_BLOCK_ELEMENTS_PER_THREAD = 32768
 SOURCE = Path(__file__).with_name("device_kernels.cu")
 
 
@@ -57,6 +59,21 @@ def cpu_adamw(planes: Mapping[str, NDArray[Any]], settings: AdamW, threads: int)
         _native.adamw_fp32(planes["master"], planes["weight"], *moments, **settings, threads=threads)
     else:
         _native.adamw_fp32(planes["weight"], None, *moments, **settings, threads=threads)
+
+
+def cpu_adamw_idle(planes: Mapping[str, NDArray[Any]], updates: Sequence[AdamW], threads: int) -> None:
+    """Updates whose gradient is zero, one after another: block by block, so that the planes cross memory once
+    however many they are.
+
+    Args:
+        planes: as for `cpu_adamw`, without `grad`. updates: settings of each.
+    """
+    zeros = np.zeros(_BLOCK_ELEMENTS_PER_THREAD * threads, np.float32)
+    for start in range(0, planes["exp_avg"].size, zeros.size):
+        block = {plane: values[start : start + zeros.size] for plane, values in planes.items()}
+        block["grad"] = zeros[: block["exp_avg"].size]
+        for settings in updates:
+            cpu_adamw(block, settings, threads)
 
 
 class HostKernels:

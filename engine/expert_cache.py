@@ -44,6 +44,8 @@ class ExpertCache:
     Args:
         slots: how many, each of `nbytes`.
         gate: blocks until the pending update of a page (unit, index) has been applied.
+        catch_up: begins, ahead of the gate, with updates that wanted units have missed.
+        is_behind: a unit has missed some: it is no guess.
 
     Attributes:
         hits, misses: of experts that were wanted: those that lay in a slot, and those that had to come.
@@ -59,8 +61,12 @@ class ExpertCache:
         nbytes: int,
         gate: Callable[[str, int], None],
         trace: Trace,
+        *,
+        catch_up: Callable[[Sequence[str]], None],
+        is_behind: Callable[[str], bool],
     ) -> None:
         self._device, self._trace, self._gate = device, trace, gate
+        self._catch_up, self._is_behind = catch_up, is_behind
         self._copies = PageCopies(
             device, device.lane(), store, layout, trace, waits=Track.EXPERT_UPLOADER, copies=Track.EXPERTS
         )
@@ -93,6 +99,7 @@ class ExpertCache:
 
     def want(self, units: Sequence[str]) -> list[str]:
         """These will be taken, each once. Returns the order in which they must be."""
+        self._catch_up(units)
         with self._state:
             self._guesses.clear()  # what comes next is known now
             held = {slot.unit: slot for slot in self._slots if slot.unit is not None}
@@ -111,7 +118,7 @@ class ExpertCache:
     def expect(self, units: Iterable[str]) -> None:
         """These may be wanted next; read ahead as far as slots are free."""
         with self._state:
-            self._guesses = deque(units)
+            self._guesses = deque(unit for unit in units if not self._is_behind(unit))
             self._state.notify_all()
 
     def take(self, unit: str) -> torch.Tensor:

@@ -59,6 +59,7 @@ class GradientBuffers:
         resident: units whose gradients stay on the device, until `free`.
         stored: called, in another thread, for every page of a gradient that is in DRAM.
         closed: called for every unit whose gradient is complete on the device.
+        absent: called for every unit that gets no gradient in a step, which means zero.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class GradientBuffers:
         *,
         stored: Callable[[Page], None],
         closed: Callable[[Unit], None],
+        absent: Callable[[Unit], None],
         resident: Collection[str] = (),
     ) -> None:
         self._resident, self._held = resident, dict[str, tuple[GradientSum, torch.Tensor]]()
         self._device, self._downloader, self._trace = device, downloader, trace
-        self._group_of, self._stored, self._closed = group_of, stored, closed
+        self._group_of, self._stored, self._closed, self.absent = group_of, stored, closed, absent
         self._free: dict[str, list[tuple[torch.Tensor, Event | None]]] = {
             group: [(device.buffer(4 * numel).view(torch.float32), None) for _ in range(count)]
             for group, (count, numel) in groups.items()

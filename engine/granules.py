@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -52,10 +52,24 @@ class Granule:
     gradient: frozenset[Page]
     """Pages that must be stored before it can be updated."""
 
+    def without_gradient(self) -> Granule:
+        """The same elements where the gradient is zero, which no page holds."""
+        return replace(
+            self,
+            uses=tuple(use for use in self.uses if use[0] not in self.gradient),
+            calls=tuple(
+                Call(call.decay, {plane: piece for plane, piece in call.pieces.items() if plane != "grad"})
+                for call in self.calls
+            ),
+            gradient=frozenset(),
+        )
+
 
 def granules(layout: Layout, unit: Unit) -> list[Granule]:
     """The unit's granules in the order of its elements; calls cross no page and no change of decay."""
-    planes = [plane for name, plane in layout.planes if name == unit.name]
+    planes = sorted(  # the gradient last: without it, the others keep their places
+        (plane for name, plane in layout.planes if name == unit.name), key="grad".__eq__
+    )
     per_page = {plane: layout.page_bytes // layout.spec(unit.name, plane).item_bytes for plane in planes}
     result = []
     for weight_page in layout.pages(unit.name, "weight"):

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from tierstream.engine.activations import ActivationStash
@@ -22,6 +22,7 @@ from tierstream.engine.device_state import DeviceState
 from tierstream.engine.download import Downloader
 from tierstream.engine.expert_cache import ExpertCache
 from tierstream.engine.gradients import GradientBuffers
+from tierstream.engine.idle import IdleExperts
 from tierstream.engine.interpreter import collect_now_and_then
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, unconditional
@@ -103,29 +104,29 @@ class Runtime:
     ) -> None:
         self.model, self.units, self.layout, self.store, self.device = model, units, layout, store, device
         self.trace = trace = trace or Trace()
-        self.applied_updates = applied_updates
-        self._config, self._total_updates = config, total_updates
+        self.applied_updates, self._total_updates, self._config = applied_updates, total_updates, config
         self._order: Sequence[Unit] = units.in_forward_order
         memory = plan.device
         self._resident = [unit for unit in self._order if unit.name in memory.resident]
         streamed = [unit for unit in self._order if unit.name not in memory.resident]
         self.updates = UpdateDriver(store, layout, streamed, device, config, threads, trace)
+        self._idle = IdleExperts(
+            moe.idle, self.updates, streamed, chain(*units.experts),
+            lambda applied: unconditional(config, applied, total_updates), applied_updates,
+        )  # fmt: skip
         self.downloader = Downloader(device, store, layout, trace, self.updates.queue.failed)
         self.uploader = Uploader(device, store, layout, memory.slots, trace, memory.resident)
         self._gradients = GradientBuffers(
             device, self.downloader, self._order, memory.group_of, memory.sums, trace,
-            stored=self.updates.queue.stored, closed=self._update_now, resident=memory.resident,
+            stored=self.updates.queue.stored, closed=self._update_now, absent=self._no_gradient,
+            resident=memory.resident,
         )  # fmt: skip
         weights = {unit.name: self.uploader.buffer(unit.name) for unit in self._resident}
         self._state = DeviceState(device, store, layout, self._resident, weights, config, trace)
         self._stash = ActivationStash(
             device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
-        self.experts: ExpertCache | None = None
-        if memory.expert_slots is not None:
-            self.experts = ExpertCache(
-                device, store, layout, *memory.expert_slots, self.updates.queue.wait, trace
-            )
+        self.experts = None if memory.expert_slots is None else self._expert_cache(*memory.expert_slots)
         self._router_losses = router_losses(moe, model)
         self._bias_update = BiasUpdate(model, moe.bias_update_rate)
         self._sweep = Sweep(
@@ -136,11 +137,19 @@ class Runtime:
         self._uploads = self._sweep.uploads(self.updates.queue.wait, memory.group_of)
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)
         self.steady_schedule = self._schedule(self._steady_plan, updating=not config.updates_in_backward)
-        self._following = [page for page, _ in self.steady_schedule]
+        self._idle_in_following: set[str] | None = None
+        self._idle.expect_all_idle()
+        self._follow_idle()
         self._pending: Verdict | None = None
         #: of the step under way, for updates during its backward
         self._unconditional = unconditional(config, applied_updates, total_updates)
         self._device_is_stale = True
+
+    def _expert_cache(self, slots: int, nbytes: int) -> ExpertCache:
+        return ExpertCache(
+            self.device, self.store, self.layout, slots, nbytes, self.updates.queue.wait, self.trace,
+            catch_up=self._idle.catch_up, is_behind=self._idle.is_behind,
+        )  # fmt: skip
 
     def step(self, batch: Batch) -> StepOutcome:
         """Forward, backward and verdict over `batch`, while the update of the step before is carried out.
@@ -154,12 +163,16 @@ class Runtime:
         return outcome
 
     def flush(self) -> None:
-        """Carry out what is left of an update now: before a checkpoint, an evaluation or an export."""
+        """Carry out what is left of updates now: before a checkpoint, an evaluation or an export."""
+        self.updates.queue.finish()
         pending, self._pending = self._pending, None
+        works = {} if pending is None else self._idle.works(pending)
+        works |= self._idle.overdue()
+        if works:
+            uses = (granule.uses for work in works.values() for granule in work.granules)
+            self.store.begin_step([page for page, _ in chain(*uses)], self._following)
+            self.updates.begin(works, unlimited=True)
         if pending is not None:
-            pages = [page for unit in self._order for page, _ in self.updates.uses(unit)]
-            self.store.begin_step(pages, self._following)
-            self.updates.begin(pending, unlimited=True)
             self._update_resident(pending)
         self.updates.queue.finish()
         self._state.save()
@@ -167,6 +180,7 @@ class Runtime:
     def planes_changed(self) -> None:
         """Someone else has written planes of the store since the last `flush`."""
         self._state.invalidate()
+        self._idle.restart(self.applied_updates)
         self._device_is_stale = True
 
     def traffic(self) -> Traffic:
@@ -205,6 +219,7 @@ class Runtime:
         if batch.trained_tokens == 0:
             return StepOutcome(math.nan, self._unconditional)
         pending, self._pending = self._pending, None
+        self._follow_idle()
         if self._device_is_stale and (pending is not None or self._config.updates_in_backward):
             plan, pages = self._steady_plan, self._following
         else:
@@ -218,8 +233,9 @@ class Runtime:
         self.store.begin_step(pages, self._following)
         if pending is not None:
             # Where all of the state is in DRAM, nothing updated early can be gone before its upload.
-            self.updates.begin(pending, unlimited=not self.store.on_drives)
+            self.updates.begin(self._idle.works(pending), unlimited=not self.store.on_drives)
             self._update_resident(pending)
+        self._idle.begin_step()
         self.updates.queue.want_in_forward_order()
         loss = self._sweep.run(plan, batch)
         value, sums = self._gradients.loss_and_sums_of_squares(loss)
@@ -238,19 +254,24 @@ class Runtime:
                     "since optimizer.check_finite is false: the weights of this run are lost; resume from "
                     "its last checkpoint, with optimizer.check_finite: true"
                 )
-        elif verdict.skipped:
-            self._gradients.wait_stored()
-            self.store.discard(self.updates.grad_pages())
-            for unit in self._resident:
-                self._gradients.free(unit)
-            self.updates.queue.forget()
-            self._device_is_stale = False
-            return verdict
         else:
+            self.updates.queue.finish()  # no upload has waited for the update of an idle expert
+            if verdict.skipped:
+                self._discard_gradients()
+                return verdict
             self._pending = verdict
         self._device_is_stale = True
+        self._idle.conclude(verdict)
         self.applied_updates += 1
         return verdict
+
+    def _discard_gradients(self) -> None:
+        self._gradients.wait_stored()
+        self.store.discard(self.updates.grad_pages())
+        for unit in self._resident:
+            self._gradients.free(unit)
+        self.updates.queue.forget()
+        self._device_is_stale = False
 
     def _update_now(self, unit: Unit) -> None:
         """The gradient of a unit is complete on the device."""
@@ -259,7 +280,17 @@ class Runtime:
         if unit in self._resident:
             self._update_on_device(unit, self._unconditional)
         else:
-            self.updates.queue.decide([unit.name], self._unconditional)
+            self.updates.queue.decide({unit.name: self.updates.work(unit.name, self._unconditional)})
+
+    def _no_gradient(self, unit: Unit) -> None:
+        """An expert has no tokens in this step."""
+        self._idle.absent(unit, self._unconditional if self._config.updates_in_backward else None)
+
+    def _follow_idle(self) -> None:
+        """Those who were idle in the latest step are expected to be so in the steps that come."""
+        if self._idle.names != self._idle_in_following:
+            uses = self._schedule(self._steady_plan, updating=not self._config.updates_in_backward)
+            self._following, self._idle_in_following = [page for page, _ in uses], set(self._idle.names)
 
     def _update_resident(self, verdict: Verdict) -> None:
         """Enqueued ahead of their forward; streamed units are updated meanwhile."""
@@ -285,13 +316,14 @@ class Runtime:
         def add_gradient(unit: Unit) -> None:
             if unit in self._resident:
                 return
-            add(self.layout.pages(unit.name, "grad"), Intent.OVERWRITE)
+            if unit.name not in self._idle.names:
+                add(self.layout.pages(unit.name, "grad"), Intent.OVERWRITE)
             if self._config.updates_in_backward:
-                uses.extend(self.updates.uses(unit))
+                uses.extend(self._idle.uses(unit))
 
         def add_update(unit: Unit) -> None:
             if updating and unit.name not in seen:
-                uses.extend(self.updates.uses(unit))
+                uses.extend(self._idle.uses(unit))
                 seen.add(unit.name)
 
         units = {unit.name: unit for unit in self._order}
@@ -312,7 +344,8 @@ class Runtime:
                 add(self.layout.pages(activation_unit(use.layer), "activation"), Intent.OVERWRITE)
             for expert in self.units.experts[use.layer]:
                 add_update(expert)
-                add(self.layout.pages(expert.name, "weight"), Intent.READ)
+                if expert.name not in self._idle.names:
+                    add(self.layout.pages(expert.name, "weight"), Intent.READ)
                 if use.kind == "backward":
                     add_gradient(expert)
             if use.kind == "backward":

@@ -274,9 +274,10 @@ class Sweep:
             self._release(use)
         if not self._stash.on_device:
             self._release(Use("activation", activation_unit(call.layer), call.layer))
-        for unit in (*parts.units, *([] if parts.experts is None else parts.experts.idle)):
-            self._gradients.open(unit)
+        for unit in parts.units:
             self._gradients.close(unit)
+        for unit in [] if parts.experts is None else parts.experts.idle:
+            self._gradients.absent(unit)
         return grad_in
 
     def embedding_forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from tierstream.engine.device import Device, Lane
-from tierstream.engine.device_kernels import NUMPY_DTYPES, TORCH_DTYPES, cpu_adamw
+from tierstream.engine.device_kernels import NUMPY_DTYPES, TORCH_DTYPES, cpu_adamw, cpu_adamw_idle
 from tierstream.engine.granules import DEVICE_GRANULES, Granule, device_granule_nbytes, granules
 from tierstream.engine.optimizer import AdamW, OptimizerConfig, Verdict, adamw_settings
 from tierstream.engine.trace import Trace, Track
-from tierstream.engine.update_queue import UNITS_AHEAD, UpdateQueue
+from tierstream.engine.update_queue import UNITS_AHEAD, UpdateQueue, Work
 from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout, Page, Unit, round_up
 from tierstream.tiered.lease import Lease
 from tierstream.tiered.store import Intent, Store
@@ -49,6 +49,9 @@ class UpdateDriver:
     ) -> None:
         self._config, self._trace = config, trace
         self._granules = {unit.name: granules(layout, unit) for unit in units}
+        self._idle = {
+            name: [granule.without_gradient() for granule in own] for name, own in self._granules.items()
+        }
         self.queue = UpdateQueue(self._granules)
         dtypes: dict[str, dict[str, str]] = {unit.name: {} for unit in units}
         for spec in layout.planes.values():
@@ -70,9 +73,22 @@ class UpdateDriver:
         for thread in self._threads:
             thread.start()
 
-    def uses(self, unit: Unit) -> list[tuple[Page, Intent]]:
-        """Page uses of the unit's update, in order; none where its state is on the device."""
-        return [use for granule in self._granules.get(unit.name, ()) for use in granule.uses]
+    def work(self, unit: str, verdict: Verdict) -> Work:
+        """One update of a unit, with its gradient."""
+        return Work(self._granules[unit], (verdict,))
+
+    def idle_work(self, unit: str, verdicts: Sequence[Verdict]) -> Work:
+        """Updates of a unit whose gradient is zero in each."""
+        return Work(self._idle[unit], tuple(verdicts))
+
+    def uses(self, unit: Unit, *, idle: bool = False) -> list[tuple[Page, Intent]]:
+        """Page uses of the unit's update, in order; none where its state is on the device.
+
+        Args:
+            idle: its gradient is zero.
+        """
+        own = (self._idle if idle else self._granules).get(unit.name, ())
+        return [use for granule in own for use in granule.uses]
 
     def grad_pages(self) -> list[Page]:
         return [page for own in self._granules.values() for granule in own for page in granule.gradient]
@@ -82,9 +98,9 @@ class UpdateDriver:
         """Bytes that updates have moved to the device and back."""
         return (self._on_device.bytes_up, self._on_device.bytes_down) if self._on_device else (0, 0)
 
-    def begin(self, verdict: Verdict, *, unlimited: bool = False) -> None:
-        """Start the update of all units. `unlimited`: do not wait for uploads."""
-        self.queue.decide(self._granules, verdict, ahead=None if unlimited else UNITS_AHEAD)
+    def begin(self, works: Mapping[str, Work], *, unlimited: bool = False) -> None:
+        """Start the update of these units. `unlimited`: do not wait for uploads."""
+        self.queue.decide(works, ahead=None if unlimited else UNITS_AHEAD)
 
     def close(self) -> None:
         self.queue.close()
@@ -99,8 +115,11 @@ class UpdateDriver:
                     taken = queue.take(last_first=worker.last_first)
                 if taken is None:
                     return
-                granule, verdict = taken
-                settings = [adamw_settings(self._config, verdict, decay=call.decay) for call in granule.calls]
+                granule, verdicts = taken
+                settings = [
+                    [adamw_settings(self._config, verdict, decay=call.decay) for verdict in verdicts]
+                    for call in granule.calls
+                ]
                 worker.update(granule, settings, queue, trace, track)
         except BaseException as error:
             queue.failed(error)
@@ -108,6 +127,8 @@ class UpdateDriver:
 
 #: Unit -> plane -> name of its dtype.
 _Dtypes = Mapping[str, Mapping[str, str]]
+#: For each call of a granule those of its updates, one after another.
+_Settings = Sequence[Sequence[AdamW]]
 
 
 def _translated(dtypes: _Dtypes, to: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -124,7 +145,7 @@ class _Worker(Protocol):
     last_first: bool
 
     def update(
-        self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
+        self, granule: Granule, settings: _Settings, queue: UpdateQueue, trace: Trace, track: Track
     ) -> None:
         """Update one granule, and tell the queue when it is finished, now or later from another thread."""
 
@@ -139,13 +160,18 @@ class _CpuWorker:
         self._dtypes = _translated(dtypes, NUMPY_DTYPES)
 
     def update(
-        self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
+        self, granule: Granule, settings: _Settings, queue: UpdateQueue, trace: Trace, track: Track
     ) -> None:
         with trace.wait(track, "page", granule.unit):
             lease = self._store.acquire(granule.uses)
         with lease, trace.span(track, "adamw", granule.unit):
-            for call, own in zip(granule.calls, settings, strict=True):
-                cpu_adamw(call.planes(lease.arrays, self._dtypes[granule.unit]), own, self._threads)
+            for call, updates in zip(granule.calls, settings, strict=True):
+                planes = call.planes(lease.arrays, self._dtypes[granule.unit])
+                if granule.gradient:
+                    (own,) = updates
+                    cpu_adamw(planes, own, self._threads)
+                else:
+                    cpu_adamw_idle(planes, updates, self._threads)
         queue.finished(granule)
 
 
@@ -177,7 +203,7 @@ class _DeviceWorker:
         self.bytes_up = self.bytes_down = 0
 
     def update(
-        self, granule: Granule, settings: list[AdamW], queue: UpdateQueue, trace: Trace, track: Track
+        self, granule: Granule, settings: _Settings, queue: UpdateQueue, trace: Trace, track: Track
     ) -> None:
         with trace.wait(track, "copies", granule.unit):
             self._free.acquire()
@@ -197,8 +223,7 @@ class _DeviceWorker:
                 # of planes at most.
                 lane.record().synchronize()
                 self.bytes_up += array.nbytes
-            for call, own in zip(granule.calls, settings, strict=True):
-                self._device.kernels.adamw(call.planes(parts, self._dtypes[granule.unit]), own)
+            self._compute(granule, settings, parts, buffer)
             for part, array, (_, intent) in zip(parts, lease.arrays, granule.uses, strict=True):
                 if intent is Intent.UPDATE:
                     lane.copy_out(array, part[: array.nbytes])
@@ -212,6 +237,24 @@ class _DeviceWorker:
             queue.finished(granule)
 
         lane.when_done(done)
+
+    def _compute(
+        self, granule: Granule, settings: _Settings, parts: list[torch.Tensor], buffer: torch.Tensor
+    ) -> None:
+        dtypes = self._dtypes[granule.unit]
+        zeros = None
+        if not granule.gradient:  # zeros in the buffer where else its pages lie, behind the others
+            zeros = buffer[self._nbytes(granule) :].zero_().view(dtypes["grad"])
+        for call, updates in zip(granule.calls, settings, strict=True):
+            planes = call.planes(parts, dtypes)
+            if zeros is not None:
+                planes["grad"] = zeros[: planes["exp_avg"].numel()]
+            for own in updates:
+                self._device.kernels.adamw(planes, own)
+
+    def _nbytes(self, granule: Granule) -> int:
+        """Bytes that its pages take in a device buffer."""
+        return sum(round_up(self._layout.page_nbytes(page), PAGE_ALIGN_BYTES) for page, _ in granule.uses)
 
     def _parts(self, granule: Granule, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Where each page of the granule lies in a device buffer."""

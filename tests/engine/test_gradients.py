@@ -137,7 +137,7 @@ class Buffers:
             Device("cpu", CopyFaults(0)), self.downloader, UNITS,  # type: ignore[arg-type]
             {unit.name: "layers" for unit in UNITS}, {"layers": (2, UNITS[0].numel)}, Trace(),
             stored=lambda page: self.stored.append(page.unit),
-            closed=lambda unit: self.closed.append(unit.name),
+            closed=lambda unit: self.closed.append(unit.name), absent=lambda unit: None,
         )  # fmt: skip
 
     def fill(self, index: int, scale: float = 1.0) -> None:

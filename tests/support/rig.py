@@ -28,6 +28,7 @@ from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Trace, TracedDirectory
 from tierstream.engine.units import find_units
 from tierstream.io.backend import open_backend
+from tierstream.tiered.layout import Page
 from tierstream.tiered.stats import Faults
 from tierstream.tiered.store import Store
 from tierstream.tiered.zarrdir import ZarrDirectory
@@ -119,6 +120,7 @@ class Setup:
     rows: int = ROWS
     seq_len: int = SEQ_LEN
     total_updates: int = 20
+    applied_updates: int = 0
     faults_seed: int | None = None
     device: str = "cpu"
     attention: str = "sdpa"
@@ -186,7 +188,8 @@ class Rig:
         self.runtime = Runtime(
             model, self.units, self.layout, self.plan, self.store, self.device, setup.optimizer, setup.moe,
             rows_per_chunk=setup.rows_per_chunk, loss_chunk_tokens=setup.loss_chunk_tokens,
-            total_updates=setup.total_updates, threads=setup.threads, trace=self.trace,
+            total_updates=setup.total_updates, applied_updates=setup.applied_updates,
+            threads=setup.threads, trace=self.trace,
         )  # fmt: skip
 
     def train(self, steps: list[Batch]) -> list[StepOutcome]:
@@ -201,8 +204,9 @@ class Rig:
     def plane(self, unit: str, plane: str) -> np.ndarray:
         self.runtime._gradients.wait_stored()
         spec = self.layout.spec(unit, plane)
-        out = np.empty(spec.numel, {2: np.uint16, 4: np.float32}[spec.item_bytes])
-        self.store.read_range(unit, plane, 0, out)
+        out = np.zeros(spec.numel, {2: np.uint16, 4: np.float32}[spec.item_bytes])
+        if spec.durable or self.store.has_content(Page(unit, plane, 0)):  # idle experts have no gradient
+            self.store.read_range(unit, plane, 0, out)
         return out
 
     def tensors(self, plane: str = "weight") -> dict[str, torch.Tensor]:
