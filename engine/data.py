@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from tierstream.engine.tokenizer import TRAINED_VOCAB_MIN, has_tokenizer, load_t
 from tierstream.engine.tokens import TokenStore, open_tokens
 from tierstream.io.errors import ConfigError, DataError
 
+#: Kinds of layers, as transformers names them, in which documents of a row do not see each other.
+_SEEN_BY_POSITIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Label of a position that is not trained on; the default `ignore_index` of torch's cross-entropy.
 NOT_TRAINED = -100
 
@@ -44,6 +47,9 @@ class DataConfig:
 
     isolate_documents: bool = True
     """Attention stays within a document, and positions restart at each one."""
+
+    pack: bool = True
+    """Documents share rows, end to end; false: each begins a row, and its last row ends in padding."""
 
     def __post_init__(self) -> None:
         if not self.files or not all(self.files):
@@ -86,7 +92,8 @@ class PackedRows:
     The rows are trained on in an order of their own, so that a step does not hold neighbouring pieces of one
     document. No token is left out, so the last row of an epoch ends in padding that is not trained on. A
     document that does not fit goes on in the next row, without what came before. The label after a row's last
-    token is the first token of the row that follows in the stream.
+    token is the first token of the row that follows in the stream. Without `pack` each document is cut by
+    itself, and its last row ends in padding.
 
     Args:
         isolate_documents: no label is predicted across a document's end (the end-of-text token predicts
@@ -94,9 +101,15 @@ class PackedRows:
             documents.
     """
 
-    def __init__(self, store: TokenStore, *, seq_len: int, seed: int, isolate_documents: bool) -> None:
+    def __init__(
+        self, store: TokenStore, *, seq_len: int, seed: int, isolate_documents: bool, pack: bool = True
+    ) -> None:
         self.store, self.seq_len, self.seed, self.isolate_documents = store, seq_len, seed, isolate_documents
-        self.rows_per_epoch = -(-store.index.tokens // seq_len)
+        self.pack = pack
+        self._lengths = np.diff(store.offsets)  # of the documents, on the rows of an epoch
+        if not pack:
+            self._lengths = -(-self._lengths // seq_len) * seq_len
+        self.rows_per_epoch = -(-int(self._lengths.sum()) // seq_len)
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # a step may lie across the end of an epoch
         self._row_order = lru_cache(maxsize=2)(self._draw_rows)
 
@@ -144,7 +157,7 @@ class PackedRows:
         that for `random_raw`, not for `permutation` (NEP 19).
         """
         order = self._permutation(epoch, self.store.index.documents, stream=0)
-        lengths = np.diff(self.store.offsets)[order]
+        lengths = self._lengths[order]
         begins = np.zeros(lengths.size, np.int64)
         np.cumsum(lengths[:-1], out=begins[1:])
         return order, begins
@@ -166,6 +179,8 @@ class PackedRows:
         """The tokens of a row and the one after it, and the positions among them where documents begin."""
         order, begins = self._epoch(epoch)
         start = row * self.seq_len
+        if not self.pack:
+            return self._read_document(order, begins, start)
         stop = min(start + self.seq_len + 1, self.store.index.tokens)
         stream = np.empty(stop - start, np.int64)
         first = int(np.searchsorted(begins, start, "right")) - 1
@@ -178,6 +193,16 @@ class PackedRows:
             ]
         inside = begins[first:last] - start
         return stream, inside[inside >= 0]
+
+    def _read_document(
+        self, order: NDArray[np.int64], begins: NDArray[np.int64], start: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `_read`, of the one document that has the row that begins at `start`."""
+        at = int(np.searchsorted(begins, start, "right")) - 1
+        source, end = self.store.offsets[order[at] : order[at] + 2].tolist()
+        inside = start - int(begins[at])
+        stream = self.store.tokens[source + inside : min(source + inside + self.seq_len + 1, end)]
+        return stream.astype(np.int64), np.zeros(int(inside == 0), np.int64)
 
 
 def _last_restart(restarts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
@@ -214,7 +239,24 @@ def open_rows(
             )
         train_tokenizer(sources, data.vocab_size, chosen)
     store = open_tokens(sources, load_tokenizer(chosen), directory / "tokens", vocab_size=vocab_size)
-    return PackedRows(store, seq_len=data.seq_len, seed=seed, isolate_documents=data.isolate_documents)
+    return PackedRows(
+        store, seq_len=data.seq_len, seed=seed, isolate_documents=data.isolate_documents, pack=data.pack
+    )
+
+
+def check_packing(data: DataConfig, hf_config: Any) -> None:
+    """Raises ConfigError: documents of a row would not be isolated.
+
+    What attention may see follows from positions that restart. Layers of other kinds (linear attention, state
+    spaces) carry a state from each token to the next, whatever the positions say.
+    """
+    kinds = sorted(set(getattr(hf_config, "layer_types", None) or ()) - _SEEN_BY_POSITIONS)
+    if kinds and data.pack and data.isolate_documents:
+        raise ConfigError(
+            f"data.pack is true, and layers of {type(hf_config).__name__} ({', '.join(kinds)}) carry a state "
+            "from one document of a row to the next; use data.pack: false, so that each document begins a row, "
+            "or data.isolate_documents: false"
+        )
 
 
 def tokenizer_directory(data: DataConfig, model: ModelConfig, directory: Path) -> Path:

@@ -17,7 +17,7 @@ import torch
 from tierstream.engine import assemble, checkpoint
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
-from tierstream.engine.data import PackedRows, open_rows
+from tierstream.engine.data import PackedRows, check_packing, open_rows
 from tierstream.engine.device import Device
 from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
@@ -111,6 +111,7 @@ class _Run:
         """Everything before step 0; what is opened is closed by `parts`, last first."""
         run_dir = Path(config.run_dir)
         model, hf_config = assemble.build_model(config, parts)
+        check_packing(config.data, hf_config)
         identity = _RunIdentity(run_dir)
         snapshot = checkpoint.find_resume(config.checkpoint.resume, run_dir / "checkpoints", identity.read())
         directory = parts.enter_context(RunDirectory(run_dir, resume=config.checkpoint.resume != "none"))

@@ -14,9 +14,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.families import moe_config
 from support.models import tiny_model
 
-from tierstream.engine.data import Batch, DataConfig, PackedRows, open_rows, tokenizer_directory
+from tierstream.engine.data import (
+    Batch,
+    DataConfig,
+    PackedRows,
+    check_packing,
+    open_rows,
+    tokenizer_directory,
+)
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.tokenizer import load_tokenizer
 from tierstream.engine.tokens import TokenIndex, TokenStore
@@ -35,8 +43,10 @@ def store_of(lengths: list[int]) -> TokenStore:
     return TokenStore(Path(), index, tokens, offsets)
 
 
-def rows_of(lengths: list[int], seq_len: int = 8, seed: int = 1, isolate: bool = True) -> PackedRows:
-    return PackedRows(store_of(lengths), seq_len=seq_len, seed=seed, isolate_documents=isolate)
+def rows_of(
+    lengths: list[int], seq_len: int = 8, seed: int = 1, isolate: bool = True, pack: bool = True
+) -> PackedRows:
+    return PackedRows(store_of(lengths), seq_len=seq_len, seed=seed, isolate_documents=isolate, pack=pack)
 
 
 def oracle(rows: PackedRows, epoch: int, isolate: bool) -> list[list[tuple[int, int, int]]]:
@@ -86,6 +96,40 @@ def test_rows_equal_the_oracle(lengths: list[int], seq_len: int, rows: int, seed
         for array in (batch.input_ids, batch.labels, batch.position_ids):
             assert array.dtype == np.int64
             assert array.shape == (rows, seq_len)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=1, max_size=12),
+    seq_len=st.integers(2, 11),
+    seed=st.integers(0, 2**63 - 1),
+    isolate=st.booleans(),
+)
+def test_without_packing_every_document_begins_a_row(
+    lengths: list[int], seq_len: int, seed: int, isolate: bool
+) -> None:
+    """Each row is a piece of one document, then padding; what follows a row is its last label."""
+    rows = rows_of(lengths, seq_len, seed, isolate, pack=False)
+    offsets, tokens = rows.store.offsets.tolist(), rows.store.tokens.tolist()
+    expected = []
+    for document in rows.documents(0).tolist():
+        own = tokens[offsets[document] : offsets[document + 1]]
+        for start in range(0, len(own), seq_len):
+            ids, labels = own[start : start + seq_len], own[start + 1 : start + seq_len + 1]
+            missing = seq_len - len(ids)
+            places = list(range(len(ids))) + [i if isolate else len(ids) + i for i in range(missing)]
+            expected.append(
+                (ids + [END] * missing, labels + [-100] * (seq_len - len(labels)), places, missing)
+            )
+    assert rows.rows_per_epoch == len(expected)
+    batch = rows.batch(0, len(expected))
+    for i, (_, row) in enumerate(rows.row_ids(0, len(expected)).tolist()):
+        ids, labels, places, missing = expected[row]
+        assert batch.input_ids[i].tolist() == ids
+        assert batch.labels[i].tolist() == labels
+        assert batch.position_ids[i].tolist() == places
+        padding = [False] * seq_len if batch.padding is None else batch.padding[i].tolist()
+        assert padding == [False] * (seq_len - missing) + [True] * missing
 
 
 def test_every_token_of_an_epoch_is_an_input_once() -> None:
@@ -312,3 +356,14 @@ def test_configuration_is_checked(keys: dict[str, Any], words: str) -> None:
 def test_configuration_module_does_not_import_torch() -> None:
     code = "import sys, tierstream.engine.data; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_layers_that_carry_a_state_over_documents_are_refused() -> None:
+    data = DataConfig(files=["a"])
+    check_packing(data, moe_config("gpt_oss"))  # windows, but attention
+    recurrent = moe_config("qwen3_next")
+    said = r"data\.pack is true, and layers of Qwen3NextConfig \(linear_attention\) carry .*pack: false"
+    with pytest.raises(ConfigError, match=said):
+        check_packing(data, recurrent)
+    check_packing(DataConfig(files=["a"], pack=False), recurrent)
+    check_packing(DataConfig(files=["a"], isolate_documents=False), recurrent)
