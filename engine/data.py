@@ -254,8 +254,8 @@ def check_packing(data: DataConfig, hf_config: Any) -> None:
     if kinds and data.pack and data.isolate_documents:
         raise ConfigError(
             f"data.pack is true, and layers of {type(hf_config).__name__} ({', '.join(kinds)}) carry a state "
-            "from one document of a row to the next; use data.pack: false, so that each document begins a row, "
-            "or data.isolate_documents: false"
+            "from one document of a row to the next; use data.pack: false, so that each document begins a "
+            "row, or data.isolate_documents: false"
         )
 
 
