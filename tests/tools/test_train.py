@@ -28,6 +28,7 @@ OPTIONS = """\
 --data.vocab-size INT 4096
 --data.seq-len INT 1024
 --data.isolate-documents {true,false} true
+--data.pack {true,false} true
 --optimizer.lr FLOAT 0.0001
 --optimizer.beta1 FLOAT 0.9
 --optimizer.beta2 FLOAT 0.95
