@@ -37,7 +37,10 @@ class LayerParts:
         routers: LayerRouters | None,
     ) -> None:
         self.layer, self.units, self.experts = layer, units, experts
-        self._routers, self._chooses = routers, experts_of(layer) is not None
+        self._routers = routers
+        self._compiled = getattr(layer, "compiled_whole", False)  # see kernels.compile_layers
+        # torch cannot compile all that routers do in a mode that keeps their choices.
+        self._chooses = experts_of(layer) is not None and not self._compiled
         self._bindings = [Binding(model, [layer], unit) for unit in units]
         self._unneeded: nn.Linear | None = None
         self._examined = False
@@ -68,7 +71,7 @@ class LayerParts:
 
     def recompute(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The layer's output with its graph; what no gradient needs is left out once it is known."""
-        if getattr(self.layer, "compiled_whole", False):  # see kernels.compile_layers
+        if self._compiled:
             return run()
         if self._examined:
             with without_output(self._unneeded):

@@ -79,29 +79,31 @@ class BiasUpdate:
 
 
 class _Load:
-    """Tokens of the step that have gone to each expert of one layer."""
+    """Tokens of the step that have gone to each expert of one layer. What changes while layers run are tensors:
+    compiled layers need not be compiled again for it.
+    """
 
     def __init__(self, router: nn.Module, experts: nn.Module) -> None:
         self._router = router
         experts.register_forward_pre_hook(self._count)
 
     def begin_step(self, kept: torch.Tensor | None) -> None:
-        self._kept, self._seen = kept, 0
-        self._tokens: torch.Tensor | int = 0
+        self._kept = kept
+        self._tokens = torch.zeros_like(self._router.get_buffer(_NAME), dtype=torch.int64)
+        self._seen = torch.zeros_like(self._tokens[0])
 
     def move_bias(self, rate: float) -> None:
-        assert isinstance(self._tokens, torch.Tensor)
         bias, tokens = self._router.get_buffer(_NAME), self._tokens
         bias.add_(torch.sign(tokens.sum() - tokens * tokens.numel()).to(bias.dtype), alpha=rate)
 
     def _count(self, experts: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if torch.is_grad_enabled():
             return  # the recompute: counted already
-        index = args[1]
-        rows = slice(self._seen, self._seen + len(index))
-        kept = None if self._kept is None else self._kept[rows]
-        self._tokens = self._tokens + count_choices(index, self._router.get_buffer(_NAME).numel(), kept)
-        self._seen = rows.stop
+        index, kept = args[1], None
+        if self._kept is not None:
+            kept = self._kept[self._seen + torch.arange(len(index), device=index.device)]
+        self._tokens += count_choices(index, self._tokens.numel(), kept)
+        self._seen += len(index)
 
 
 def _routed(model: Any) -> list[tuple[nn.Module, nn.Module]]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.units import experts_of
-from tierstream.io.errors import ConfigError, ModelSourceError
+from tierstream.io.errors import ConfigError, InvariantError, ModelSourceError
 
 
 class _Loss(Protocol):
@@ -147,7 +147,14 @@ class LayerRouters:
             router.register_forward_hook(partial(self._keep, logits, index))
 
     def add(self) -> None:
-        """All rows have run forward."""
+        """All rows have run forward.
+
+        Raises:
+            InvariantError: a router has not, so its loss would be missing: the hooks of modules are not seen by
+                layers that were compiled for a run without them.
+        """
+        if not all(self._logits):
+            raise InvariantError("a router was not heard while its layer ran")
         for logits in self._taken():
             self._losses.add(logits)
 
@@ -167,10 +174,9 @@ class LayerRouters:
 
     def _taken(self) -> Iterator[torch.Tensor]:
         for kept in self._logits:
-            if kept:
-                logits = torch.cat(kept) if len(kept) > 1 else kept[0]
-                kept.clear()
-                yield logits
+            logits = torch.cat(kept) if len(kept) > 1 else kept[0]
+            kept.clear()
+            yield logits
 
 
 def router_losses(moe: MoeConfig, model: Any) -> RouterLosses:

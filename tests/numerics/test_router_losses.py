@@ -17,7 +17,7 @@ from tierstream.engine.runtime import StepOutcome
 from tierstream.engine.sweep import Batch
 from tierstream.io.errors import ConfigError, ModelSourceError
 
-#: transformers has no auxiliary loss for these, but says where their logits are.
+#: transformers has no auxiliary loss for these; where their logits are it says since some version after 5.17.
 NO_LOSS = ("deepseek_v3", "glm4_moe")
 AUX_FAMILIES = tuple(family for family in MOE_FAMILIES if family not in NO_LOSS)
 #: Large, so that a gradient that lacks its part of it is far off.
@@ -71,11 +71,15 @@ def without_last_label(batch: Batch) -> Batch:
 
 
 def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Tensors whose gradient is further than 1e-6 from the expected one, in norm."""
-    worst = {
-        name: ((found[name] - grad).norm() / grad.norm().clamp(min=1e-12)).item()
-        for name, grad in expected.items()
-    }
+    """Tensors whose gradient is further than 1e-6 from the expected one, in norm.
+
+    A bias of keys moves all scores of a query alike but for the rotary embedding: its gradient is a difference
+    of near-equal sums, and is judged by that of its matrix.
+    """
+    worst = {}
+    for name, grad in expected.items():
+        scale = expected[name.replace("k_proj.bias", "k_proj.weight")].norm().clamp(min=1e-12)
+        worst[name] = ((found[name] - grad).norm() / scale).item()
     return {name: d for name, d in worst.items() if not d <= 1e-6}
 
 
@@ -101,6 +105,12 @@ def test_z_loss(family: str) -> None:
     for layer in model.get_decoder().layers:
         for router, index in find_routers(model, layer):
             router.register_forward_hook(lambda _, args, out, index=index: logits.append(out[index]))
+    if not any(find_routers(model, layer) for layer in model.get_decoder().layers):
+        with pytest.raises(
+            ConfigError, match=r"moe\.z_loss_coef is 0\.5, but transformers records no router"
+        ):
+            trained(made, batch)
+        return
     torch.manual_seed(3)
     out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
     loss = torch.nn.functional.cross_entropy(out.logits.float().flatten(0, 1), batch.labels.flatten())
@@ -128,7 +138,7 @@ def test_the_losses_are_of_the_whole_step(stream: Any) -> None:
     assert not far(found, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 def test_padding_does_not_count(family: str) -> None:
     """C77: the same samples with none, and with 500 tokens of padding and a row of nothing else."""
     made = setup(family, moe=MoeConfig(aux_loss_coef=COEF, z_loss_coef=COEF))

@@ -196,6 +196,14 @@ class Rig:
         moved = [on_device(batch, self.device.torch_device) for batch in steps]
         return [self.runtime.step(batch) for batch in moved]
 
+    def overwrite(self, name: str, values: torch.Tensor) -> None:
+        """A parameter, before the first step."""
+        write = PlaneWriter(self.store, self.layout)
+        for unit in self.units.in_forward_order:
+            for tensor in unit.tensors:
+                if tensor.name == name:
+                    write(unit.name, tensor.offset, values.float().numpy())
+
     def planes(self) -> dict[tuple[str, str], np.ndarray]:
         """Content of every durable plane, pending update included."""
         self.runtime.flush()
