@@ -79,8 +79,9 @@ class BiasUpdate:
 
 
 class _Load:
-    """Tokens of the step that have gone to each expert of one layer. What changes while layers run are tensors:
-    compiled layers need not be compiled again for it.
+    """Tokens of the step that have gone to each expert of one layer.
+
+    What changes while layers run are tensors: compiled layers need not be compiled again for it.
     """
 
     def __init__(self, router: nn.Module, experts: nn.Module) -> None:

@@ -150,8 +150,8 @@ class LayerRouters:
         """All rows have run forward.
 
         Raises:
-            InvariantError: a router has not, so its loss would be missing: the hooks of modules are not seen by
-                layers that were compiled for a run without them.
+            InvariantError: a router has not, so its loss would be missing: layers that were compiled for a
+                run without hooks do not see them.
         """
         if not all(self._logits):
             raise InvariantError("a router was not heard while its layer ran")

@@ -102,6 +102,11 @@ def test_biases_are_saved_restored_and_exported(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "exported" / "model.safetensors")
     assert {name for name in stored if name.endswith("_bias")} == biases.keys()
     assert all(torch.equal(stored[name], torch.tensor(values)) for name, values in biases.items())
+    gate = expected.get(("layers.1.float32", "weight"))  # a unit of its own where the family has it in fp32
+    if gate is not None:
+        exported = stored["model.layers.1.mlp.gate.weight"]
+        assert exported.dtype == torch.float32
+        assert torch.equal(exported.flatten(), torch.from_numpy(gate[: exported.numel()]))
 
 
 def test_records_hold_the_router_loss_beside_the_cross_entropy(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def without_last_label(batch: Batch) -> Batch:
 def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """Tensors whose gradient is further than 1e-6 from the expected one, in norm.
 
-    A bias of keys moves all scores of a query alike but for the rotary embedding: its gradient is a difference
-    of near-equal sums, and is judged by that of its matrix.
+    A bias of keys moves all scores of a query alike but for the rotary embedding: its gradient is a
+    difference of near-equal sums, and is judged by that of its matrix.
     """
     worst = {}
     for name, grad in expected.items():

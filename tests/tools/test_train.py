@@ -59,6 +59,7 @@ OPTIONS = """\
 --tiers.readback {off,sampled,full} sampled
 --moe.stream {experts,layers} experts
 --moe.gpu-cache SIZE|null null
+--moe.idle {dense,lazy,frozen} dense
 --moe.aux-loss-coef FLOAT|null null
 --moe.z-loss-coef FLOAT 0.0
 --moe.bias-update-rate FLOAT 0.0
