@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from tierstream.engine.device import Device, Event
+from tierstream.engine.expert_use import CacheCounts
 from tierstream.engine.page_copies import PageCopies
 from tierstream.engine.trace import Trace, Track
 from tierstream.io.errors import InvariantError
@@ -83,6 +84,11 @@ class ExpertCache:
         self.hits = self.misses = self.guesses = self.right_guesses = 0
         self._thread = threading.Thread(target=self._work, name="expert uploader", daemon=True)
         self._thread.start()
+
+    @property
+    def counts(self) -> CacheCounts:
+        """Since the run began."""
+        return CacheCounts(self.hits, self.misses, self.guesses, self.right_guesses, self.bytes_up)
 
     @property
     def bytes_up(self) -> int:

@@ -12,8 +12,8 @@ _DPI = 120
 
 
 def expert_picture(use: ExpertUse, title: str) -> bytes:
-    """A PNG: a row per layer, a column per expert. Colour is the expert's load, 1 where all of a layer had the
-    same; white: no token ever.
+    """A PNG: a row per layer, a column per expert. Colour is the expert's load, 1 where all of a layer had
+    the same; white: no token ever.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstream.io.sizes import format_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Counters of the experts' slots on the device since the run began; `since` gives what came between two
-    readings.
+    """Counters of the experts' slots on the device, since the run began or in some steps.
 
     Attributes:
         hits, misses: experts that were wanted and lay in a slot, or had to come.
@@ -29,6 +30,29 @@ class CacheCounts:
     def since(self, earlier: CacheCounts) -> CacheCounts:
         return CacheCounts(*(getattr(self, key) - getattr(earlier, key) for key in self.__slots__))
 
+    def plus(self, other: CacheCounts) -> CacheCounts:
+        return CacheCounts(*(getattr(self, key) + getattr(other, key) for key in self.__slots__))
+
+
+NO_COUNTS = CacheCounts(0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStep:
+    """What a step did with experts; counts are over all layers.
+
+    Attributes:
+        with_tokens: experts that had any, of `experts`.
+        cache: of the slots on the device.
+        bytes_spared: not copied there, against all experts of every layer once in forward and once in
+            backward.
+    """
+
+    with_tokens: int
+    experts: int
+    cache: CacheCounts
+    bytes_spared: int
+
 
 class ExpertUse:
     """Tokens of each expert, added up.
@@ -42,6 +66,7 @@ class ExpertUse:
         tokens: int64 [layers, experts]; where a layer has fewer experts than another, zeros.
         steps: with which of them each expert had tokens: int64 [layers, experts].
         count: steps so far.
+        moved: in all of them.
     """
 
     def __init__(self, experts: Mapping[int, int], expert_bytes: int) -> None:
@@ -51,22 +76,28 @@ class ExpertUse:
         self.tokens: NDArray[np.int64] = np.zeros(shape, np.int64)
         self.steps: NDArray[np.int64] = np.zeros(shape, np.int64)
         self.count = 0
+        self.moved = NO_COUNTS
 
     @property
     def experts(self) -> int:
         """Of all layers."""
         return sum(self._experts.values())
 
-    def add(self, step: Sequence[Mapping[int, int]]) -> int:
-        """A step: of each layer with experts the tokens of those that had any. Returns how many had."""
-        hit = 0
-        for row, tokens in enumerate(step):
-            for expert, count in tokens.items():
+    def add(self, tokens: Sequence[Mapping[int, int]], moved: CacheCounts) -> ExpertStep:
+        """A step.
+
+        Args:
+            tokens: of each layer with experts, expert -> its tokens, of those that had any.
+            moved: in this step.
+        """
+        for row, own in enumerate(tokens):
+            for expert, count in own.items():
                 self.tokens[row, expert] += count
                 self.steps[row, expert] += 1
-            hit += len(tokens)
         self.count += 1
-        return hit
+        self.moved = self.moved.plus(moved)
+        spared = 2 * self._expert_bytes - moved.bytes_up
+        return ExpertStep(sum(map(len, tokens)), self.experts, moved, spared)
 
     def hit_share(self) -> NDArray[np.float64]:
         """Of each layer the mean share of its experts that had tokens in a step."""
@@ -74,8 +105,13 @@ class ExpertUse:
         share: NDArray[np.float64] = self.steps.sum(axis=1) / np.maximum(sizes * self.count, 1)
         return share
 
-    def bytes_spared(self, moved: CacheCounts, steps: int) -> int:
-        """Bytes that `steps` steps did not copy to the device, against all experts of every layer once in
-        forward and once in backward.
-        """
-        return 2 * steps * self._expert_bytes - moved.bytes_up
+    def describe(self) -> str:
+        """For people, in one line."""
+        moved, share = self.moved, 100 * self.steps.sum() / max(1, self.experts * self.count)
+        wanted, spared = moved.hits + moved.misses, 2 * self.count * self._expert_bytes - moved.bytes_up
+        text = f"experts: {share:.0f} % had tokens in a step; "
+        text += f"{100 * moved.hits / max(1, wanted):.0f} % were on the device when they were wanted"
+        if moved.guesses:
+            right = 100 * moved.right_guesses / moved.guesses
+            text += f" ({right:.0f} % of {moved.guesses} guesses were right)"
+        return f"{text}; {format_bytes(max(0, spared))} less copied than by whole layers"

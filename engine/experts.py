@@ -93,6 +93,12 @@ class StreamedExperts:
         return [self.units[expert].name for expert in self.routing.spans]
 
     @property
+    def tokens(self) -> dict[int, int]:
+        """Expert -> its tokens (with each of their choices), of those that have any."""
+        assert self.routing is not None
+        return {expert: last - first for expert, (first, last) in self.routing.spans.items()}
+
+    @property
     def idle(self) -> list[Unit]:
         """Units of the experts without tokens."""
         assert self.routing is not None

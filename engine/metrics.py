@@ -6,6 +6,7 @@
         result.json      the `RunSummary`, written when the run ends
         trace.json       spans of `train.trace_steps` steps, if any
         trace.png        a picture of one of them
+        experts.png      how many tokens went to each expert
         checkpoints/     step-00000100/, ...
         data/            what was prepared from the training data
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstream.engine.config_file import dump
+from tierstream.engine.expert_use import ExpertStep
 from tierstream.io import durable
 from tierstream.io.drives import DirectoryLock
 from tierstream.io.errors import ConfigError, storage_errors
@@ -76,6 +78,8 @@ class StepMetrics:
     """Page uses that found their page in the tier."""
     cache_misses: dict[str, int] = field(default_factory=dict)
     """Page uses that had to fetch their page from the tier below."""
+    experts: ExpertStep | None = None
+    """Experts that had tokens and what moved of them; null without experts of their own."""
     host_peak_bytes: int = 0
     """Largest resident set of the process so far."""
     gpu_peak_bytes: int = 0
@@ -278,6 +282,7 @@ class RunDirectory:
         self.result_path = self.path / "result.json"
         self.trace_path = self.path / "trace.json"
         self.trace_picture_path = self.path / "trace.png"
+        self.expert_picture_path = self.path / "experts.png"
         self.checkpoints = self.path / "checkpoints"
         self.data = self.path / "data"
         self._lock: DirectoryLock | None = None

@@ -21,6 +21,7 @@ from tierstream.engine.device import Device
 from tierstream.engine.device_state import DeviceState
 from tierstream.engine.download import Downloader
 from tierstream.engine.expert_cache import ExpertCache
+from tierstream.engine.expert_use import ExpertUse
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.idle import IdleExperts
 from tierstream.engine.interpreter import collect_now_and_then
@@ -182,6 +183,16 @@ class Runtime:
         self._state.invalidate()
         self._idle.restart(self.applied_updates)
         self._device_is_stale = True
+
+    def expert_use(self) -> ExpertUse | None:
+        """To count tokens of experts in; None: there are none of their own."""
+        experts = {layer: own for layer, own in enumerate(self.units.experts) if own}
+        nbytes = sum(self.layout.spec(unit.name, "weight").nbytes for own in experts.values() for unit in own)
+        return ExpertUse({layer: len(own) for layer, own in experts.items()}, nbytes) if experts else None
+
+    def expert_tokens(self) -> list[dict[int, int]]:
+        """Of each layer with experts, in the latest step: expert -> tokens, of those that had any."""
+        return self._sweep.expert_tokens()
 
     def traffic(self) -> Traffic:
         """What has moved so far. `gpu` counts copies both ways, `dram` page uses, `nvme` I/O."""

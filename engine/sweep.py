@@ -217,6 +217,10 @@ class Sweep:
         self._uploader.finish()
         return loss
 
+    def expert_tokens(self) -> list[dict[int, int]]:
+        """Of each layer with experts, in the latest step: expert -> tokens, of those that had any."""
+        return [parts.experts.tokens for parts in self._layers if parts.experts is not None]
+
     def _take(self, use: Use) -> torch.Tensor:
         return self._uploader.take(self._use[use])
 

@@ -19,6 +19,8 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data import PackedRows, check_packing, open_rows
 from tierstream.engine.device import Device
+from tierstream.engine.expert_picture import expert_picture
+from tierstream.engine.expert_use import NO_COUNTS, ExpertStep
 from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import MetricsWriter, Observer, RunDirectory, RunSummary, StepMetrics
@@ -73,6 +75,7 @@ class Trainer:
                 if (every is not None and run.step % every == 0) or (last and config.checkpoint.at_end):
                     run.save()
             run.end_trace()
+            run.draw_experts()
             run.runtime.flush()
             run.summary.drives = run.tier.totals() if run.tier else {}
             if run.summary.last_step is not None:  # else nothing was left to do, and the result stands
@@ -98,6 +101,7 @@ class _Run:
     ) -> None:
         self.config, self.observer, self.directory = config, observer, directory
         self.rows, self.runtime, self.tier = rows, runtime, tier
+        self._experts, self._cache_before = runtime.expert_use(), NO_COUNTS
         self.run_id: str = state["run_id"]
         self.settings: dict[str, Any] = state["settings"]
         self.step = self._first_step = int(state["step"])
@@ -254,6 +258,21 @@ class _Run:
             f"{self.directory.trace_picture_path}"
         )
 
+    def draw_experts(self) -> None:
+        """Say which experts had tokens, and write down a picture of it."""
+        use, path = self._experts, self.directory.expert_picture_path
+        if use is not None and use.count:
+            durable.write_file(path, expert_picture(use, f"{use.count} steps"))
+            self.observer.on_event(f"{use.describe()}; tokens of each: {path}")
+
+    def _expert_step(self) -> ExpertStep | None:
+        """Of the step that has just ended."""
+        cache = self.runtime.experts
+        if self._experts is None or cache is None:
+            return None
+        moved, self._cache_before = cache.counts.since(self._cache_before), cache.counts
+        return self._experts.add(self.runtime.expert_tokens(), moved)
+
     def _record(self, outcome: StepOutcome, batch: Batch, seconds: float) -> StepMetrics:
         now, before = self.runtime.traffic(), self._before
         self._before = now
@@ -280,6 +299,7 @@ class _Run:
             bytes_written=moved.bytes_written,
             cache_hits=moved.hits,
             cache_misses=moved.misses,
+            experts=self._expert_step() if batch.trained_tokens else None,
             host_peak_bytes=memory.peak_rss_bytes(),
             gpu_peak_bytes=self.runtime.device.peak_bytes(),
         )
