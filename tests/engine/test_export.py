@@ -11,7 +11,6 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +18,13 @@ import torch
 import transformers
 from support.children import in_a_child, with_few_files
 from support.exports import Loaded, export_one_by_one, pretrained, stored
-from support.families import MOE_FAMILIES, moe_config, random_weights
+from support.families import save_mixture
 from support.models import DENSE, SIZES, different, save_model, two_units
 
 from tierstream.engine.corpus import fingerprint_files
 from tierstream.engine.export import export_model, snapshot_reader
-from tierstream.engine.export_plan import _single_names, plan_export
-from tierstream.engine.meta_model import build_meta_model, is_kept_in_fp32, materialise_buffers
+from tierstream.engine.export_plan import plan_export
+from tierstream.engine.meta_model import build_meta_model, is_kept_in_fp32
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.tokenizer import train_tokenizer
@@ -77,73 +76,6 @@ def test_type_of_the_export(tmp_path: Path, run_dtype: str, dtype: str | None) -
     assert {value.dtype for value in back.values()} == {expected}
     assert different(back, loaded.tensors(expected)) == []
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == (dtype or run_dtype)
-
-
-# Experts
-
-
-def save_mixture(path: Path, family: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> None:
-    torch.manual_seed(3)
-    config = moe_config(family, **sizes)
-    random_weights(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)).save_pretrained(path)
-
-
-@pytest.mark.parametrize(
-    ("run_dtype", "dtype"), [("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")]
-)
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_experts_are_exported_as_save_pretrained_does(
-    tmp_path: Path, family: str, run_dtype: str, dtype: str | None
-) -> None:
-    """Names, shapes and types, whatever the cut into units; and transformers loads the same bits."""
-    save_mixture(tmp_path / "run", family)
-    expected = getattr(torch, dtype or run_dtype)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=expected)
-    reference.save_pretrained(tmp_path / "theirs")
-    theirs = {key: (value.shape, value.dtype) for key, value in stored(tmp_path / "theirs").items()}
-    for apart in (True, False):
-        loaded = Loaded(tmp_path / "run", run_dtype, experts_apart=apart)
-        out = tmp_path / f"out-{apart}"
-        loaded.export(out, dtype=dtype, max_shard_bytes=40_000, buffer_bytes=1000)
-        assert loaded.largest <= 1000 // 8
-        assert {key: (value.shape, value.dtype) for key, value in stored(out).items()} == theirs
-        model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=expected)
-        assert different(dict(model.named_parameters()), loaded.tensors(expected)) == []
-        assert different(dict(model.named_buffers()), dict(reference.named_buffers())) == []
-
-
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
-def test_one_expert_is_in_memory(tmp_path: Path, family: str, apart: bool) -> None:
-    """A stack of 12 MiB in bf16 becomes one tensor, or one per expert."""
-    sizes = {"num_local_experts": 64, "intermediate_size": 192}
-    moe_config(family, hidden_size=256, num_hidden_layers=1, **sizes).save_pretrained(tmp_path / "source")
-    model, _ = build_meta_model(ModelConfig(config=str(tmp_path / "source"), attention="eager"))
-    units = find_units(model, experts_apart=apart).in_forward_order
-    materialise_buffers(model, None, "cpu")
-
-    def zeros(unit: str, start: int, out: np.ndarray) -> None:
-        out[:] = 0
-
-    tracemalloc.start()
-    info = export_model(zeros, model, units, tmp_path / "out", buffer_bytes=128 << 10)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert info.nbytes > 18 << 20
-    assert peak < 2 << 20
-
-
-def test_parts_that_are_named_alike_go_together() -> None:
-    """Layer and expert may both be 0; a stack that is not taken apart by expert has no such names."""
-    value = torch.empty(2, 3)
-    layer = {f"layers.0.experts.{part}.{name}": value for part in range(3) for name in ("up", "down")}
-    one = {f"layers.0.experts.0.{name}": value for name in ("up", "down")}
-    assert _single_names(layer, one, 3) == {
-        f"layers.0.experts.{part}.{name}": (part, f"layers.0.experts.0.{name}")
-        for part in range(3)
-        for name in ("up", "down")
-    }
-    assert _single_names({"layers.0.experts.up": value}, {"layers.0.experts.up": value[:1]}, 2) == {}
 
 
 def test_parameters_and_buffers_that_a_family_keeps_in_fp32_stay_so(tmp_path: Path) -> None:

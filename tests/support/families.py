@@ -6,6 +6,7 @@ accident prove nothing.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,3 +97,10 @@ def random_weights(model: Any, seed: int = 1) -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model
+
+
+def save_mixture(path: Path, family: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> None:
+    """A model directory with random weights."""
+    torch.manual_seed(3)
+    config = moe_config(family, **sizes)
+    random_weights(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)).save_pretrained(path)
