@@ -68,6 +68,8 @@ def rows(result: dict[str, Any]) -> Iterator[list[str]]:
         resident = beside.pop("resident", None)
         shape = given["--shape"][0] + (f", {entry['layers']} layers" if len(depths) > 1 else "")
         kernels = given.get("--kernels", ["plain"]) + [part for part in parts if "clip" not in part]
+        if given.get("--deterministic", ["true"]) == ["true"]:
+            kernels.append("deterministic")
         yield [
             shape,
             f"{int(given['--rows'][0]) * int(given['--seq-len'][0]):,}",
