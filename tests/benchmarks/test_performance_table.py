@@ -53,7 +53,8 @@ def result(**changes: Any) -> dict[str, Any]:
 def test_rows_say_what_the_result_does() -> None:
     first, second, *deeper = performance_table.rows(result())
     assert first == [
-        "tiny, 2 layers", "4,096", "8.00 GiB on disk, 2.00 GiB of DRAM", "clip 0.5", "plain, deterministic", "750", "0.75",
+        "tiny, 2 layers", "4,096", "8.00 GiB on disk, 2.00 GiB of DRAM", "clip 0.5",
+        "plain, deterministic", "750", "0.75",
         "1.23 (update)", "3.00 GiB", "deepspeed-cpu 250", "Some CPU, 8 cores, 2026-11-30, abcdef0",
     ]  # fmt: skip
     assert second[3:7] == ["no clipping", "plain, deterministic", "800", "0.80"]
