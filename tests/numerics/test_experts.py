@@ -10,6 +10,9 @@ from support.families import MOE_FAMILIES, moe_config
 from support.rig import PlainTraining, Setup, batches, rig, same_bits
 
 from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.sweep import Batch
+
+Gradients = dict[str, torch.Tensor]
 
 
 def setup(family: str, **changes: object) -> Setup:
@@ -19,12 +22,10 @@ def setup(family: str, **changes: object) -> Setup:
     return made.but(loss_chunk_tokens=10_000, **changes)
 
 
-def plain_gradients(made: Setup, batch: object) -> tuple[float, dict[str, torch.Tensor]]:
+def plain_gradients(made: Setup, batch: Batch) -> tuple[float, Gradients]:
     plain = PlainTraining(made)
     torch.manual_seed(3)
-    logits = plain.model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-    ).logits
+    logits = plain.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     summed = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum"
     )
@@ -34,14 +35,8 @@ def plain_gradients(made: Setup, batch: object) -> tuple[float, dict[str, torch.
     }
 
 
-#: Families whose bf16 gradients are those of grouped_mm to the bit: the same products and sums, in its order.
-TO_THE_BIT = ("qwen3_moe", "phimoe", "glm4_moe", "qwen3_next")
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_loss_and_gradients_in_bf16(family: str) -> None:
-    """Near those of fp32 as transformers' own are; to the bit where the order allows it."""
-    made = setup(family, dtype="bfloat16")
+def compare(made: Setup) -> tuple[Gradients, Gradients]:
+    """Gradients of one step, streamed and plain; the losses are equal to rounding."""
     (batch,) = batches(1)
     loss, expected = plain_gradients(made, batch)
     with rig(made) as run:
@@ -49,8 +44,23 @@ def test_loss_and_gradients_in_bf16(family: str) -> None:
         outcome = run.train([batch])[0]
         found = run.tensors("grad")
     assert outcome.loss == pytest.approx(loss, rel=1e-6)
+    return found, expected
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+#: Families whose bf16 gradients are those of grouped_mm to the bit: the same products and sums, in its order.
+TO_THE_BIT = ("qwen3_moe", "phimoe", "glm4_moe", "qwen3_next")
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_loss_and_gradients_in_bf16(family: str) -> None:
+    """Near those of transformers; to the bit where the order allows it."""
+    found, expected = compare(setup(family, dtype="bfloat16"))
     different = {
-        name: ((found[name] - grad).norm() / grad.norm().clamp(min=1e-12)).item()
+        name: distance(found[name], grad)
         for name, grad in expected.items()
         if "embed" not in name and not torch.equal(found[name], grad)
     }
@@ -60,19 +70,9 @@ def test_loss_and_gradients_in_bf16(family: str) -> None:
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_loss_and_gradients_in_fp32(family: str) -> None:
-    made = setup(family)
-    (batch,) = batches(1)
-    loss, expected = plain_gradients(made, batch)
-    with rig(made) as run:
-        torch.manual_seed(3)
-        outcome = run.train([batch])[0]
-        found = run.tensors("grad")
-    assert outcome.loss == pytest.approx(loss, rel=1e-6)
-    worst = {
-        name: ((found[name] - grad).norm() / grad.norm().clamp(min=1e-12)).item()
-        for name, grad in expected.items()
-    }
-    assert not {name: d for name, d in worst.items() if not d <= 1e-6}
+    found, expected = compare(setup(family))
+    far = {name: distance(found[name], grad) for name, grad in expected.items()}
+    assert not {name: d for name, d in far.items() if not d <= 1e-6}
 
 
 #: What experts get of the device: room for one, for half a layer's, for all.
