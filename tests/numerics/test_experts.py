@@ -75,8 +75,8 @@ def test_loss_and_gradients_in_fp32(family: str) -> None:
     assert not {name: d for name, d in far.items() if not d <= 1e-6}
 
 
-#: What experts get of the device: room for one, for half a layer's, for all.
-PLACES = {"one": 1, "half": 4, "all": 24}
+#: Room on the device for one expert, for half a layer's, for all; and whether drives hold the state.
+PLACES = {"float32": [(1, True), (24, False)], "bfloat16": [(4, True)]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -84,7 +84,7 @@ PLACES = {"one": 1, "half": 4, "all": 24}
 def test_every_place_gives_the_same_bits(tmp_path: Path, family: str, dtype: str) -> None:
     """Idle experts among them, skipped outputs poisoned, copies delayed."""
     base = setup(family, dtype=dtype)
-    steps = batches(3)
+    steps = batches(2)
 
     def result(made: Setup) -> tuple[list[tuple[float, float]], dict[tuple[str, str], object]]:
         torch.manual_seed(3)
@@ -97,10 +97,10 @@ def test_every_place_gives_the_same_bits(tmp_path: Path, family: str, dtype: str
             unit.numel * (2 if dtype == "bfloat16" else 4) for own in run.units.experts for unit in own
         )
     expected = result(base.but(expert_nbytes=24 * expert_nbytes, activations="gpu", gpu_all=True))
-    for name, count in PLACES.items():
+    for count, on_drive in PLACES[dtype]:
         made = base.but(expert_nbytes=count * expert_nbytes, faults_seed=count)
-        if name != "half":
-            made = made.but(nvme=tmp_path / name, dram=40 * made.page)
+        if on_drive:
+            made = made.but(nvme=tmp_path / str(count), dram=40 * made.page)
         losses, planes = result(made)
         assert losses == expected[0]
         assert same_bits(planes, expected[1]) == []
