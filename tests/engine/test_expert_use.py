@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+from support.families import moe_config
+from support.runs import VOCABULARY, make_run, records, train
 
 from tierstream.engine.expert_picture import expert_picture
 from tierstream.engine.expert_use import NO_COUNTS, CacheCounts, ExpertUse
@@ -41,3 +45,17 @@ def test_the_picture_of_no_step_and_of_some() -> None:
     assert expert_picture(use, "nothing yet").startswith(PNG)
     use.add([{0: 1, 2: 900}, {4: 3}], NO_COUNTS)
     assert expert_picture(use, "one step").startswith(PNG)
+
+
+def test_a_run_says_which_experts_had_tokens(tmp_path: Path) -> None:
+    """In every record, and as a picture at its end."""
+    config = make_run(tmp_path, steps=3)
+    moe_config("mixtral", vocab_size=VOCABULARY).save_pretrained(tmp_path / "model")
+    config.train.rows_per_chunk = None
+    train(config)
+    for line in records(config):
+        experts, cache = line["experts"], line["experts"]["cache"]
+        assert 0 < experts["with_tokens"] <= experts["experts"] == 4 * 3
+        assert cache["hits"] + cache["misses"] >= 2 * experts["with_tokens"]
+        assert cache["bytes_up"] > 0
+    assert (Path(config.run_dir) / "experts.png").read_bytes().startswith(PNG)
