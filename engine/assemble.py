@@ -97,8 +97,9 @@ def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Devic
     train = config.train
     if any(units.experts) and (train.rows_per_chunk or train.rows_per_step) < train.rows_per_step:
         raise ConfigError(
-            f"train.rows_per_chunk is {train.rows_per_chunk}, and experts are streamed once for all rows of "
-            f"a step: leave it out, or lower train.rows_per_step ({train.rows_per_step})"
+            f"train.rows_per_chunk is {train.rows_per_chunk}, and single experts are streamed once for all "
+            f"{train.rows_per_step} rows of a step: leave it out, use moe.stream: layers, or lower "
+            f"train.rows_per_step to {train.rows_per_chunk}"
         )
     return make_plan(
         config.tiers,

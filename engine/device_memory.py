@@ -88,9 +88,10 @@ def divide(
         rest = least.nbytes - least.layer_slots * layer_nbytes
         raise BudgetError(
             f"tiers.gpu is {format_bytes(budget)}, but two layers of {format_bytes(layer_nbytes)} beside "
-            "embedding, head, gradient sums, staged activations and pages that pass through "
+            f"embedding, head, {'' if least.expert_slots is None else 'experts, '}gradient sums, staged "
+            "activations and pages that pass through "
             f"({format_bytes(rest)}) need {format_bytes(least.nbytes)}; raise tiers.gpu, or lower "
-            "train.rows_per_step"
+            f"train.rows_per_step{'' if least.expert_slots is None else ' or moe.gpu_cache'}"
         )
     streamed = len(units.layers) - sum(name in best.resident for name in division.layer_names)
     if LAYER_GROUP in best.slots:
@@ -180,7 +181,7 @@ def _expert_slots(experts: Sequence[Unit], budget: int | None) -> tuple[int, int
     if not experts:
         return None
     size = max(_weight_nbytes(unit) for unit in experts)
-    count = _EXPERT_SLOTS if budget is None else min(budget // size, len(experts))
+    count = min(_EXPERT_SLOTS if budget is None else budget // size, len(experts))
     if count < 1:
         raise BudgetError(
             f"moe.gpu_cache is {format_bytes(budget or 0)}, and an expert takes {format_bytes(size)}; raise "

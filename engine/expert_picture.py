@@ -31,7 +31,7 @@ def expert_picture(use: ExpertUse, title: str) -> bytes:
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
     share = float(use.hit_share().mean()) if rows else 0.0
-    axes.set_title(f"{title}: tokens per expert; {100 * share:.0f} % of the experts had tokens in a step")
+    axes.set_title(f"{title}\n{100 * share:.0f} % had tokens in a step", fontsize="medium")
     bar = figure.colorbar(image, ax=axes, ticks=[1 / 16, 1 / 4, 1, 4, 16], label="load / mean of the layer")
     bar.ax.set_yticklabels(["1/16", "1/4", "1", "4", "16"])
     with SpooledTemporaryFile() as stream:

@@ -155,7 +155,14 @@ class _Packer:
         self._active = getattr(model.config, "num_experts_per_tok", None)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         modules = (experts_of(layer) for layer in model.get_decoder().layers)
-        self._stacks = {id(p) for module in modules if module for p in module.parameters(recurse=False)}
+        stacks = [p for module in modules if module for p in module.parameters(recurse=False)]
+        self._stacks = {id(p) for p in stacks}
+        fewest, active = min((len(p) for p in stacks), default=1), self._active or 1
+        if fewest < active:
+            raise ModelSourceError(
+                f"{self._kind}: a layer has {fewest} experts and each token goes to {active} of them "
+                "(num_experts_per_tok); correct the config.json"
+            )
 
     def whole(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> Unit:
         """One unit."""

@@ -114,3 +114,11 @@ def test_every_expert_is_a_unit(family: str) -> None:
     fp32 = {t.name for beside in units.beside for unit in beside for t in unit.tensors}
     kept = {name for name, p in parameters.items() if p.dtype == torch.float32}
     assert fp32 == kept
+
+
+@pytest.mark.parametrize(("experts", "active"), [(4, 8), (0, 2)])
+def test_more_experts_per_token_than_there_are_is_refused(experts: int, active: int) -> None:
+    model = meta(moe_config("mixtral", num_local_experts=experts, num_experts_per_tok=active))
+    said = rf"has {experts} experts and each token goes to {active} .*config"
+    with pytest.raises(ModelSourceError, match=said):
+        find_units(model)
