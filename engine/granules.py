@@ -109,10 +109,11 @@ def _call(
     return Call(decay, pieces)
 
 
+def device_nbytes(layout: Layout, granule: Granule) -> int:
+    """Bytes that the granule's pages take in a device buffer, each one aligned."""
+    return sum(round_up(layout.page_nbytes(page), PAGE_ALIGN_BYTES) for page, _ in granule.uses)
+
+
 def device_granule_nbytes(layout: Layout, units: Iterable[Unit]) -> int:
-    """Bytes of a device buffer that holds the pages of any granule, each one aligned."""
-    return max(
-        sum(round_up(layout.page_nbytes(page), PAGE_ALIGN_BYTES) for page, _ in granule.uses)
-        for unit in units
-        for granule in granules(layout, unit)
-    )
+    """Bytes of a device buffer that holds the pages of any granule."""
+    return max(device_nbytes(layout, granule) for unit in units for granule in granules(layout, unit))

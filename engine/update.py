@@ -17,7 +17,13 @@ import torch
 
 from tierstream.engine.device import Device, Lane
 from tierstream.engine.device_kernels import NUMPY_DTYPES, TORCH_DTYPES, cpu_adamw, cpu_adamw_idle
-from tierstream.engine.granules import DEVICE_GRANULES, Granule, device_granule_nbytes, granules
+from tierstream.engine.granules import (
+    DEVICE_GRANULES,
+    Granule,
+    device_granule_nbytes,
+    device_nbytes,
+    granules,
+)
 from tierstream.engine.optimizer import AdamW, OptimizerConfig, Verdict, adamw_settings
 from tierstream.engine.trace import Trace, Track
 from tierstream.engine.update_queue import UNITS_AHEAD, UpdateQueue, Work
@@ -244,17 +250,13 @@ class _DeviceWorker:
         dtypes = self._dtypes[granule.unit]
         zeros = None
         if not granule.gradient:  # zeros in the buffer where else its pages lie, behind the others
-            zeros = buffer[self._nbytes(granule) :].zero_().view(dtypes["grad"])
+            zeros = buffer[device_nbytes(self._layout, granule) :].zero_().view(dtypes["grad"])
         for call, updates in zip(granule.calls, settings, strict=True):
             planes = call.planes(parts, dtypes)
             if zeros is not None:
                 planes["grad"] = zeros[: planes["exp_avg"].numel()]
             for own in updates:
                 self._device.kernels.adamw(planes, own)
-
-    def _nbytes(self, granule: Granule) -> int:
-        """Bytes that its pages take in a device buffer."""
-        return sum(round_up(self._layout.page_nbytes(page), PAGE_ALIGN_BYTES) for page, _ in granule.uses)
 
     def _parts(self, granule: Granule, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Where each page of the granule lies in a device buffer."""

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 import transformers
 from support.children import in_a_child, with_few_files
-from support.exports import Loaded, export_one_by_one, pretrained, stored
+from support.exports import Loaded, export_one_by_one, export_zeros, pretrained, stored
 from support.families import save_mixture
 from support.models import DENSE, SIZES, different, save_model, two_units
 
@@ -119,14 +118,7 @@ def test_export_takes_only_its_buffers(tmp_path: Path) -> None:
     save_model(tmp_path / "source", vocab_size=40_000, intermediate_size=2000)
     model, _ = build_meta_model(ModelConfig(path=str(tmp_path / "source")))
     units = two_units(model)
-
-    def zeros(unit: str, start: int, out: np.ndarray) -> None:
-        out[:] = 0
-
-    tracemalloc.start()
-    info = export_model(zeros, model, units, tmp_path / "out", buffer_bytes=128 << 10)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    info, peak = export_zeros(model, units, tmp_path / "out")
     assert info.nbytes > 8 << 20
     assert peak < 512 << 10
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from support.exports import Loaded, stored
+from support.exports import Loaded, export_zeros, stored
 from support.families import MOE_FAMILIES, moe_config, save_mixture
 from support.models import different
 
-from tierstream.engine.export import export_model
 from tierstream.engine.export_plan import _single_names
 from tierstream.engine.meta_model import build_meta_model, materialise_buffers
 from tierstream.engine.model_config import ModelConfig
@@ -53,14 +50,7 @@ def test_one_expert_is_in_memory(tmp_path: Path, family: str, apart: bool) -> No
     model, _ = build_meta_model(ModelConfig(config=str(tmp_path / "source"), attention="eager"))
     units = find_units(model, experts_apart=apart).in_forward_order
     materialise_buffers(model, None, "cpu")
-
-    def zeros(unit: str, start: int, out: np.ndarray) -> None:
-        out[:] = 0
-
-    tracemalloc.start()
-    info = export_model(zeros, model, units, tmp_path / "out", buffer_bytes=128 << 10)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    info, peak = export_zeros(model, units, tmp_path / "out")
     assert info.nbytes > 18 << 20
     assert peak < 2 << 20
 

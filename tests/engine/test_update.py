@@ -7,10 +7,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.rig import Rig, Setup, batches, rig, same_bits
+from support.rig import Rig, Setup, batches, keep_gradients, rig, same_bits
 
 from tierstream.engine import update
 from tierstream.engine.device_kernels import cpu_adamw
@@ -107,19 +106,6 @@ def test_every_flush_in_backward_finishes_the_update_of_its_step(
             planes.append([(run.train([batch]), run.planes())[1] for batch in batches(3)])
     for deferred, early in zip(*planes, strict=True):
         assert same_bits(deferred, early) == []
-
-
-def keep_gradients(run: Rig) -> dict[str, np.ndarray]:
-    """Unit -> its fp32 gradient, as it is sent away in the steps that follow."""
-    kept, gradients = {}, run.runtime._gradients
-    close = gradients.close
-
-    def closing(unit: Any) -> None:
-        kept[unit.name] = gradients._open[unit.name][0].flat.numpy().copy()
-        close(unit)
-
-    gradients.close = closing  # type: ignore[method-assign]
-    return kept
 
 
 @EARLY

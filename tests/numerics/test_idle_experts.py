@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.families import moe_config
-from support.rig import PlainTraining, Rig, Setup, batches, rig, same_bits
+from support.rig import PlainTraining, Rig, Setup, batches, keep_gradients, rig, same_bits
 
 from tierstream.engine.device_kernels import cpu_adamw
 from tierstream.engine.moe_config import MoeConfig
@@ -222,19 +222,6 @@ def test_frozen_experts_do_not_move(early: bool) -> None:
                         part = {plane: values[first:last] for plane, values in own.items()}
                         cpu_adamw(part, adamw_settings(made.optimizer, outcome.verdict, decay=decay), 1)
             assert same_bits(run.planes(), planes) == []
-
-
-def keep_gradients(run: Rig) -> dict[str, np.ndarray]:
-    """Unit -> its fp32 gradient, as it is sent away in the steps that follow."""
-    kept, gradients = {}, run.runtime._gradients
-    close = gradients.close
-
-    def closing(unit: Any) -> None:
-        kept[unit.name] = gradients._open[unit.name][0].flat.numpy().copy()
-        close(unit)
-
-    gradients.close = closing  # type: ignore[method-assign]
-    return kept
 
 
 def test_an_expert_that_is_behind_is_no_guess() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import transformers
 from safetensors.torch import load_file
 from support.models import Flat
 
-from tierstream.engine.export import export_model
+from tierstream.engine.export import ExportInfo, export_model
 from tierstream.engine.meta_model import build_meta_model, is_kept_in_fp32, materialise_buffers
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.source import load_weights, plan_load
 from tierstream.engine.units import find_units
+from tierstream.tiered.layout import Unit
 
 
 class Loaded:
@@ -73,3 +76,19 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 def pretrained(path: Path, **options: Any) -> dict[str, torch.Tensor]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **options)
     return dict(model.named_parameters())
+
+
+def export_zeros(model: Any, units: Sequence[Unit], out: Path) -> tuple[ExportInfo, int]:
+    """Exports a model of zeros, with 128 KiB for buffers; what was written, and the most host memory that it
+    took.
+    """
+
+    def zeros(unit: str, start: int, values: np.ndarray) -> None:
+        values[:] = 0
+
+    tracemalloc.start()
+    try:
+        info = export_model(zeros, model, units, out, buffer_bytes=128 << 10)
+        return info, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

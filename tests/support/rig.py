@@ -269,6 +269,19 @@ def _meta(setup: Setup) -> tuple[Any, Any]:
     return model.train(), setup.config
 
 
+def keep_gradients(run: Rig) -> dict[str, np.ndarray]:
+    """Unit -> its fp32 gradient, as it is sent away in the steps that follow."""
+    kept, gradients = {}, run.runtime._gradients
+    close = gradients.close
+
+    def closing(unit: Any) -> None:
+        kept[unit.name] = gradients._open[unit.name][0].flat.numpy().copy()
+        close(unit)
+
+    gradients.close = closing  # type: ignore[method-assign]
+    return kept
+
+
 class PlainTraining:
     """The same run in plain transformers and torch: full model, one autograd graph, torch.optim.AdamW on fp32
     masters.
