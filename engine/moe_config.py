@@ -42,6 +42,11 @@ class MoeConfig:
                 f"moe.idle is {self.idle} and moe.stream is {self.stream}: whole layers are updated as one; "
                 "use moe.idle: dense, or moe.stream: experts"
             )
+        if self.gpu_cache is not None and not self.experts_apart:
+            raise ConfigError(
+                f"moe.gpu_cache is {self.gpu_cache} and moe.stream is {self.stream}: whole layers have slots "
+                "of their own; leave it out, or use moe.stream: experts"
+            )
         for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
             value = getattr(self, key)
             if value is not None and not 0 <= value < math.inf:

@@ -154,6 +154,11 @@ class TrainBenchOptions(OutputOptions):
                 "--grad-dtype is bfloat16, but gradients of weights in float32 always wait in float32; leave "
                 "it out, or use --dtype bfloat16"
             )
+        if self.expert_cache is not None and "experts" not in self.stream:
+            raise ConfigError(
+                f"--expert-cache is {self.expert_cache}, and --stream has layers alone, which have slots of "
+                "their own; add experts, or leave it out"
+            )
         if self.turns == "blocks" and not self.peers:
             raise ConfigError(
                 "--turns is blocks, which is for peers, and --baseline names none of them "
@@ -171,9 +176,7 @@ class TrainBenchOptions(OutputOptions):
         """Those of the baselines that are programs of others."""
         return [name for name in self.baseline or [] if name != "resident"]
 
-    def run_config(
-        self, folder: str, nvme_dirs: list[str] | None, stream: Literal["experts", "layers"] = "experts"
-    ) -> RunConfig:
+    def run_config(self, folder: str, nvme_dirs: list[str] | None) -> RunConfig:
         """As of a run whose model is described in `folder`.
 
         Raises:
@@ -187,7 +190,7 @@ class TrainBenchOptions(OutputOptions):
             tiers=TiersConfig(
                 dram=self.dram, nvme_dirs=nvme_dirs, activations=self.activations, profile=self.profile
             ),
-            moe=MoeConfig(stream=stream, gpu_cache=self.expert_cache),
+            moe=MoeConfig(gpu_cache=self.expert_cache),
             train=TrainConfig(
                 rows_per_step=self.rows,
                 rows_per_chunk=self.rows_per_chunk,

@@ -241,6 +241,7 @@ def test_mistakes_get_one_message(bench: StorageBench, args: list[str], said: li
         (["--check-finite", "false"], ["--check-finite is false", "add null to --clip-norm"]),
         (["--check-finite", "false", "--clip-norm", "1", "2"], ["--check-finite is false"]),
         (["--grad-dtype", "bfloat16"], ["--grad-dtype is bfloat16", "--dtype bfloat16"]),
+        (["--expert-cache", "1GiB", "--stream", "layers"], ["--expert-cache is", "add experts"]),
         (["--turns", "blocks"], ["--turns is blocks", "--baseline", "fsdp2-offload"]),
         (["--turns", "blocks", "--baseline", "resident"], ["--turns is blocks"]),
         (["--peer-nvme-dir", "/tmp"], ["--peer-nvme-dir is /tmp", "--baseline deepspeed-nvme"]),
