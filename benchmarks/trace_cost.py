@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
-from tierstream.engine.data import DataConfig
+from tierstream.engine.data.config import DataConfig
 from tierstream.engine.machine import known_drives, load_profile
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.plan import TiersConfig

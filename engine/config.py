@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tierstream.engine.checkpoint import CheckpointConfig
-from tierstream.engine.data import DataConfig
+from tierstream.engine.data.config import DataConfig
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig

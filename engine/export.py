@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from transformers.core_model_loading import revert_weight_conversion
 
 from tierstream import _native
+from tierstream.engine.data.tokenizer import load_tokenizer
 from tierstream.engine.export_plan import (
     Buffer,
     Computed,
@@ -36,7 +37,6 @@ from tierstream.engine.export_plan import (
 )
 from tierstream.engine.new_file import NewFile
 from tierstream.engine.source import STORED_DTYPES
-from tierstream.engine.tokenizer import load_tokenizer
 from tierstream.io import drives, durable
 from tierstream.io.errors import ConfigError, InvariantError, TierstreamError, storage_errors
 from tierstream.tiered.layout import TensorSpec, Unit

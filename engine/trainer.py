@@ -17,7 +17,8 @@ import torch
 from tierstream.engine import assemble, checkpoint
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
-from tierstream.engine.data import PackedRows, check_packing, open_rows
+from tierstream.engine.data.prepare import check_packing, open_rows
+from tierstream.engine.data.rows import PackedRows
 from tierstream.engine.device import Device
 from tierstream.engine.expert_picture import expert_picture
 from tierstream.engine.expert_use import NO_COUNTS, ExpertStep

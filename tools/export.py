@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.data import DataConfig, tokenizer_directory
+from tierstream.engine.data.config import DataConfig
+from tierstream.engine.data.prepare import tokenizer_directory
+from tierstream.engine.data.tokenizer import has_tokenizer
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.tokenizer import has_tokenizer
 from tierstream.io.errors import ConfigError, DataError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.snapshot import Snapshot

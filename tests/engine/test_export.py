@@ -20,13 +20,13 @@ from support.exports import Loaded, export_one_by_one, export_zeros, pretrained,
 from support.families import save_mixture
 from support.models import DENSE, SIZES, different, save_model, two_units
 
-from tierstream.engine.corpus import fingerprint_files
+from tierstream.engine.data.files import fingerprint_files
+from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.engine.export import export_model, snapshot_reader
 from tierstream.engine.export_plan import plan_export
 from tierstream.engine.meta_model import build_meta_model, is_kept_in_fp32
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.state import PlaneWriter
-from tierstream.engine.tokenizer import train_tokenizer
 from tierstream.engine.units import build_layout, find_units
 from tierstream.io import seam
 from tierstream.io.errors import ConfigError, DataError, InvariantError, StorageError

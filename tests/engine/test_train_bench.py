@@ -17,7 +17,7 @@ from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
-from tierstream.engine.data import DataConfig
+from tierstream.engine.data.config import DataConfig
 from tierstream.engine.machine import DEFAULT_TUNING, KnownDrive
 from tierstream.engine.meta_model import build_meta_model
 from tierstream.engine.model_config import ModelConfig

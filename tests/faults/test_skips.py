@@ -16,7 +16,7 @@ from support.command import Command, use_drive
 from support.runs import final_planes, make_run, records, snapshot_planes, train
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.data import Batch, PackedRows
+from tierstream.engine.data.rows import Batch, PackedRows
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.metrics import Observer, PlanReport, StepMetrics
 from tierstream.engine.trainer import Trainer

@@ -23,9 +23,9 @@ from support.runs import VOCABULARY, make_run, records
 from tierstream.engine.assemble import STATE_FOLDER
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
-from tierstream.engine.corpus import fingerprint_files
+from tierstream.engine.data.files import fingerprint_files
+from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.tokenizer import train_tokenizer
 from tierstream.io import seam
 from tierstream.tools import cli
 

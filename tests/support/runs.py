@@ -13,7 +13,7 @@ from tierstream.engine import config_file
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
-from tierstream.engine.data import DataConfig
+from tierstream.engine.data.config import DataConfig
 from tierstream.engine.machine import DEFAULT_TUNING
 from tierstream.engine.metrics import RunSummary
 from tierstream.engine.model_config import ModelConfig

@@ -10,7 +10,7 @@ from support.steps import record
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
-from tierstream.engine.data import DataConfig
+from tierstream.engine.data.config import DataConfig
 from tierstream.engine.metrics import MetricsWriter, RunDirectory
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.plan import TiersConfig

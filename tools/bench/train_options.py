@@ -12,7 +12,7 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.config_tree import option
-from tierstream.engine.data import DataConfig
+from tierstream.engine.data.config import DataConfig
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig

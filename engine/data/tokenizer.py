@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tierstream.engine.corpus import SourceFile, read_text
+from tierstream.engine.data.files import SourceFile, read_text
 from tierstream.io import durable
 from tierstream.io.errors import DataError, storage_errors
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tierstream.engine.encode import cut, encode
+from tierstream.engine.data.encode import cut, encode
 
 WORDS = [
     "the",

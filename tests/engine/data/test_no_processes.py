@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.runs import VOCABULARY, make_run
 
-from tierstream.engine.data import open_rows
+from tierstream.engine.data.prepare import open_rows
 
 
 def row_ids(folder: Path) -> np.ndarray:

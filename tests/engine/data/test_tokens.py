@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from tierstream.engine.corpus import SourceFile, fingerprint_files
-from tierstream.engine.tokenizer import load_tokenizer, train_tokenizer
-from tierstream.engine.tokens import DOCUMENTS_FILE, INDEX_FILE, TOKENS_FILE, TokenStore, open_tokens
+from tierstream.engine.data.files import SourceFile, fingerprint_files
+from tierstream.engine.data.tokenizer import load_tokenizer, train_tokenizer
+from tierstream.engine.data.tokens import DOCUMENTS_FILE, INDEX_FILE, TOKENS_FILE, TokenStore, open_tokens
 from tierstream.io import seam
 from tierstream.io.errors import DataError, StorageError
 

@@ -8,63 +8,16 @@ and the order of the rows (8 bytes each and epoch), never the tokens.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstream.engine.corpus import find_files, fingerprint_files
-from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.tokenizer import TRAINED_VOCAB_MIN, has_tokenizer, load_tokenizer, train_tokenizer
-from tierstream.engine.tokens import TokenStore, open_tokens
-from tierstream.io.errors import ConfigError, DataError
+from tierstream.engine.data.tokens import TokenStore
 
-#: Kinds of layers, as transformers names them, in which documents of a row do not see each other.
-_SEEN_BY_POSITIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Label of a position that is not trained on; the default `ignore_index` of torch's cross-entropy.
 NOT_TRAINED = -100
-
-
-@dataclass(kw_only=True, slots=True)
-class DataConfig:
-    """Plain text files, each one document."""
-
-    files: list[str]
-    """Text files (UTF-8) or patterns such as corpus/**/*.txt."""
-
-    tokenizer: str | None = None
-    """Directory of a transformers tokenizer; null: that of the model if it has one, else one is trained."""
-
-    vocab_size: int = 4096
-    """Tokens of a tokenizer that is trained; of no meaning otherwise."""
-
-    seq_len: int = 1024
-    """Tokens of a row."""
-
-    isolate_documents: bool = True
-    """Attention stays within a document, and positions restart at each one."""
-
-    pack: bool = True
-    """Documents share rows, end to end; false: each begins a row, and its last row ends in padding."""
-
-    def __post_init__(self) -> None:
-        if not self.files or not all(self.files):
-            raise ConfigError(
-                f"data.files is {self.files}; name at least one text file or pattern, and none empty"
-            )
-        if self.vocab_size < TRAINED_VOCAB_MIN:
-            raise ConfigError(
-                f"data.vocab_size is {self.vocab_size}; it must be at least {TRAINED_VOCAB_MIN} "
-                "(256 bytes and two special tokens)"
-            )
-        if self.seq_len < 2:
-            raise ConfigError(f"data.seq_len is {self.seq_len}; it must be at least 2 tokens")
-        if self.tokenizer == "":
-            raise ConfigError("data.tokenizer is empty; name a directory, or leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,59 +164,3 @@ def _last_restart(restarts: NDArray[np.int64], length: int) -> NDArray[np.int64]
     inside = restarts[restarts < length]
     found[inside] = inside
     return np.maximum.accumulate(found)
-
-
-def open_rows(
-    data: DataConfig, model: ModelConfig, directory: Path, *, vocab_size: int, seed: int
-) -> PackedRows:
-    """Tokenise the training data of a run into `directory`, or reuse what is there.
-
-    Args:
-        vocab_size: rows of the model's embedding.
-
-    Raises:
-        DataError, ConfigError: files, tokenizer or vocabulary that cannot be used.
-        StorageError: `directory` cannot be written.
-    """
-    sources = fingerprint_files(find_files(data.files))
-    chosen = tokenizer_directory(data, model, directory)
-    if chosen == directory / "tokenizer":
-        if data.vocab_size > vocab_size:
-            raise ConfigError(
-                f"data.vocab_size is {data.vocab_size}, but the embedding of the model has only {vocab_size} "
-                f"rows; lower it to at most {vocab_size}"
-            )
-        if not any(source.nbytes for source in sources):
-            raise DataError(
-                f"the {len(sources)} files of data.files hold no text: there is nothing to train on"
-            )
-        train_tokenizer(sources, data.vocab_size, chosen)
-    store = open_tokens(sources, load_tokenizer(chosen), directory / "tokens", vocab_size=vocab_size)
-    return PackedRows(
-        store, seq_len=data.seq_len, seed=seed, isolate_documents=data.isolate_documents, pack=data.pack
-    )
-
-
-def check_packing(data: DataConfig, hf_config: Any) -> None:
-    """Raises ConfigError: documents of a row would not be isolated.
-
-    What attention may see follows from positions that restart. Layers of other kinds (linear attention, state
-    spaces) carry a state from each token to the next, whatever the positions say.
-    """
-    kinds = sorted(set(getattr(hf_config, "layer_types", None) or ()) - _SEEN_BY_POSITIONS)
-    if kinds and data.pack and data.isolate_documents:
-        raise ConfigError(
-            f"data.pack is true, and layers of {type(hf_config).__name__} ({', '.join(kinds)}) carry a state "
-            "from one document of a row to the next; use data.pack: false, so that each document begins a "
-            "row, or data.isolate_documents: false"
-        )
-
-
-def tokenizer_directory(data: DataConfig, model: ModelConfig, directory: Path) -> Path:
-    """Where a run's tokenizer is: `data.tokenizer`, else the model's own, else trained in `directory`."""
-    if data.tokenizer is not None:
-        return Path(os.path.abspath(data.tokenizer))
-    for source in (model.path, model.config):
-        if source is not None and has_tokenizer(Path(source)):
-            return Path(os.path.abspath(source))
-    return directory / "tokenizer"

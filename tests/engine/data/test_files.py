@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierstream.engine import corpus
-from tierstream.engine.corpus import find_files, fingerprint_files, read_text
+from tierstream.engine.data.files import find_files, fingerprint_files, read_text
 from tierstream.io.errors import DataError
 
 

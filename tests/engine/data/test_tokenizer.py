@@ -11,8 +11,8 @@ from support.models import edit_json
 from tokenizers import processors
 
 from tierstream.engine import tokenizer as module
-from tierstream.engine.corpus import SourceFile, fingerprint_files
-from tierstream.engine.tokenizer import (
+from tierstream.engine.data.files import SourceFile, fingerprint_files
+from tierstream.engine.data.tokenizer import (
     document_prefix,
     load_tokenizer,
     tokenizer_fingerprint,

@@ -17,17 +17,12 @@ from hypothesis import strategies as st
 from support.families import moe_config
 from support.models import tiny_model
 
-from tierstream.engine.data import (
-    Batch,
-    DataConfig,
-    PackedRows,
-    check_packing,
-    open_rows,
-    tokenizer_directory,
-)
+from tierstream.engine.data.config import DataConfig
+from tierstream.engine.data.prepare import check_packing, open_rows, tokenizer_directory
+from tierstream.engine.data.rows import Batch, PackedRows
+from tierstream.engine.data.tokenizer import load_tokenizer
+from tierstream.engine.data.tokens import TokenIndex, TokenStore
 from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.tokenizer import load_tokenizer
-from tierstream.engine.tokens import TokenIndex, TokenStore
 from tierstream.io.errors import ConfigError, DataError
 
 END = 0
@@ -354,7 +349,8 @@ def test_configuration_is_checked(keys: dict[str, Any], words: str) -> None:
 
 
 def test_configuration_module_does_not_import_torch() -> None:
-    code = "import sys, tierstream.engine.data; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    heavy = "{'torch', 'transformers'}"
+    code = f"import sys, tierstream.engine.data.prepare; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

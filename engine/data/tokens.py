@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstream.engine.corpus import SourceFile, read_text
-from tierstream.engine.encode import Piece, encode
+from tierstream.engine.data.encode import Piece, encode
+from tierstream.engine.data.files import SourceFile, read_text
+from tierstream.engine.data.tokenizer import document_prefix, tokenizer_fingerprint
 from tierstream.engine.new_file import NewFile
-from tierstream.engine.tokenizer import document_prefix, tokenizer_fingerprint
 from tierstream.io import durable
 from tierstream.io.errors import DataError
 
