@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstream.engine import corpus
+from tierstream.engine.data import files
 from tierstream.engine.data.files import find_files, fingerprint_files, read_text
 from tierstream.io.errors import DataError
 
@@ -74,7 +74,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 def test_characters_cut_by_a_read_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
 ) -> None:
-    monkeypatch.setattr(corpus, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(files, "READ_BYTES", read_bytes)
     text = "é你🙂 line\r\nnext\u2028\x85\x0b\ufeffend"
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert "".join(read_text(tmp_path / "a.txt")) == text
@@ -94,7 +94,7 @@ def test_characters_cut_by_a_read_are_whole(
 def test_undecodable_bytes_are_named_with_file_and_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int, data: bytes, offset: int, byte: str
 ) -> None:
-    monkeypatch.setattr(corpus, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(files, "READ_BYTES", read_bytes)
     (tmp_path / "bad.txt").write_bytes(data)
     with pytest.raises(DataError, match=rf"bad\.txt is no UTF-8 text: byte 0x{byte} at offset {offset} "):
         list(read_text(tmp_path / "bad.txt"))

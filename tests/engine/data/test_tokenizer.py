@@ -10,7 +10,7 @@ import transformers
 from support.models import edit_json
 from tokenizers import processors
 
-from tierstream.engine import tokenizer as module
+from tierstream.engine.data import tokenizer as module
 from tierstream.engine.data.files import SourceFile, fingerprint_files
 from tierstream.engine.data.tokenizer import (
     document_prefix,
