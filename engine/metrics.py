@@ -1,15 +1,4 @@
-"""What a run tells about itself: its directory, one record per step, and the observer that shows it live.
-
-    run_dir/
-        config.yaml      every setting, defaults included; `tierstream train` reads it back
-        metrics.jsonl    one `StepMetrics` a line
-        result.json      the `RunSummary`, written when the run ends
-        trace.json       spans of `train.trace_steps` steps, if any
-        trace.png        a picture of one of them
-        experts.png      how many tokens went to each expert
-        checkpoints/     step-00000100/, ...
-        data/            what was prepared from the training data
-
+"""What a run tells about itself: a record per step, the plan before it, the sum after it.
 Knows nothing of torch.
 """
 
@@ -17,17 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from tierstream.engine.config_file import dump
 from tierstream.engine.expert_use import ExpertStep
-from tierstream.io import durable
-from tierstream.io.drives import DirectoryLock
 from tierstream.io.errors import ConfigError, storage_errors
 
 
@@ -245,81 +229,6 @@ class PlanReport:
     def bound(self) -> tuple[str, float] | None:
         """The resource that sets the bound, and its seconds per step."""
         return max(self.bound_s.items(), key=lambda item: item[1], default=None)
-
-
-class Observer:
-    """Is told what the run does. This one keeps it to itself; the command line shows it."""
-
-    def on_plan(self, plan: PlanReport) -> None:
-        """Everything is decided, nothing has run."""
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        """A step has ended and its record is in the file."""
-
-    def on_event(self, text: str) -> None:
-        """Something rare: resumed, checkpoint written, a fall-back taken and why."""
-
-    def on_end(self, summary: RunSummary) -> None:
-        """The last call of a run, unless an error ends it."""
-
-
-class RunDirectory:
-    """The directory of one run. As a context manager it is locked against other processes.
-
-    Args:
-        path: created if missing.
-        resume: the run goes on from a checkpoint, so what is there is its own.
-
-    Raises:
-        ConfigError: the directory holds another run's results and `resume` is off, or it is no directory.
-        StorageError: it cannot be created; on entering: another process holds it.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, resume: bool) -> None:
-        self.path = Path(path)
-        self.config_path = self.path / "config.yaml"
-        self.metrics_path = self.path / "metrics.jsonl"
-        self.result_path = self.path / "result.json"
-        self.trace_path = self.path / "trace.json"
-        self.trace_picture_path = self.path / "trace.png"
-        self.expert_picture_path = self.path / "experts.png"
-        self.checkpoints = self.path / "checkpoints"
-        self.data = self.path / "data"
-        self._lock: DirectoryLock | None = None
-        for directory in (self.path, self.checkpoints, self.data):
-            durable.make_directories(directory)
-            if not directory.is_dir():
-                raise ConfigError(f"run_dir is {self.path}, but {directory} is not a directory")
-        if not resume:
-            with storage_errors("reading", self.path):
-                self._refuse_overwriting()
-
-    def _refuse_overwriting(self) -> None:
-        results = (self.metrics_path, self.result_path)
-        found = [file.name for file in results if file.exists() and file.stat().st_size]
-        found += sorted(f"{self.checkpoints.name}/{entry.name}" for entry in self.checkpoints.iterdir())[:1]
-        if found:
-            raise ConfigError(
-                f"run_dir {self.path} already holds a run ({', '.join(found)}); choose another run_dir, or "
-                "set checkpoint.resume to auto to go on with this one"
-            )
-
-    def __enter__(self) -> RunDirectory:
-        self._lock = DirectoryLock(self.path)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
-    def write_config(self, config: Any) -> None:
-        """`config` (the tree of dataclasses) to `config.yaml`. Raises StorageError."""
-        durable.write_file(self.config_path, dump(config).encode())
-
-    def write_result(self, summary: RunSummary) -> None:
-        """`summary` to `result.json`, whole or not at all. Raises StorageError."""
-        text = json.dumps(dataclasses.asdict(summary), indent=2)
-        durable.write_file(self.result_path, (text + "\n").encode())
 
 
 class MetricsWriter:

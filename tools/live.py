@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from tierstream.engine.metrics import Observer, PlanReport, RunSummary, StepMetrics
+from tierstream.engine.callbacks import Callback
+from tierstream.engine.metrics import PlanReport, RunSummary, StepMetrics
 from tierstream.tools.tables import WIDTH_COLUMNS, count, open_console, print_plan, print_summary
 
 _CLEAR_LINE = "\r\x1b[2K"
@@ -124,7 +125,7 @@ class Progress:
         self._stream.flush()
 
 
-class ConsoleObserver(Observer):
+class ConsoleCallback(Callback):
     """Shows a run on `stream` (standard output). A context manager: leaving it ends the live line."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -157,7 +158,7 @@ class ConsoleObserver(Observer):
             self._progress.close()
             self._progress = None
 
-    def __enter__(self) -> ConsoleObserver:
+    def __enter__(self) -> ConsoleCallback:
         return self
 
     def __exit__(self, *_: object) -> None:

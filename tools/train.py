@@ -10,7 +10,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.config_file import read
 from tierstream.io.drives import check_directories
 from tierstream.io.profile import MachineProfile
-from tierstream.tools.live import ConsoleObserver
+from tierstream.tools.live import ConsoleCallback
 from tierstream.tools.options import parse_options, take_positionals
 
 _DESCRIPTION = """\
@@ -56,6 +56,6 @@ def run_train(config: RunConfig) -> int:
     _look_at_drives(config)
     from tierstream.engine.trainer import Trainer  # takes seconds to import; a bad option is told before
 
-    with ConsoleObserver() as observer:
-        Trainer(config, observer).run()
+    with ConsoleCallback() as observer:
+        Trainer(config, [observer]).run()
     return 0

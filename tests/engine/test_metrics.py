@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from support.example_config import Boat
 from support.steps import record
 
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.config_file import load
 from tierstream.engine.metrics import (
     MetricsWriter,
-    Observer,
     PlanReport,
-    RunDirectory,
     RunSummary,
     StepMetrics,
     TierPlan,
     TierTotals,
     read_metrics,
 )
+from tierstream.engine.run_directory import RunDirectory
 from tierstream.io.errors import ConfigError, StorageError
 
 
@@ -214,7 +214,7 @@ def test_the_bound_is_the_slowest_resource() -> None:
 
 
 def test_the_observer_that_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    Observer().on_step(record(1))
-    Observer().on_event("x")
-    Observer().on_end(RunSummary())
+    Callback().on_step(record(1))
+    Callback().on_event("x")
+    Callback().on_end(RunSummary())
     assert capsys.readouterr() == ("", "")

@@ -12,7 +12,7 @@ from support.runs import make_run
 from tierstream.engine import machine, plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.metrics import Observer
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.plan import Plan, TiersConfig, page_warning, size_dram
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError
@@ -82,9 +82,9 @@ def test_a_run_warns_of_small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config.tiers.dram = ByteSize(40 * 4096)
     told: list[str] = []
 
-    class Told(Observer):
+    class Told(Callback):
         def on_event(self, text: str) -> None:
             told.append(text)
 
-    Trainer(config, Told()).run()
+    Trainer(config, [Told()]).run()
     assert any(text.startswith("warning: tiers.dram holds 160.00 KiB of ") for text in told)

@@ -20,9 +20,10 @@ from support.runs import make_run
 from tierstream.engine import machine, plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import HostLane
-from tierstream.engine.metrics import Observer, TracedStep
+from tierstream.engine.metrics import TracedStep
 from tierstream.engine.trace import Span, Trace, TracedDirectory, Track
 from tierstream.engine.trace_file import write_trace
 from tierstream.engine.trace_summary import summarise
@@ -327,7 +328,7 @@ def test_a_failed_transfer_ends_its_span() -> None:
     assert (span.track, span.page, span.nbytes) == (Track.READS, ("layers.0", "weight", 3), 512)
 
 
-class Events(Observer):
+class Events(Callback):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -355,7 +356,7 @@ def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_a_run_traces_the_steps_that_it_is_asked_for(small_run: Callable[..., RunConfig]) -> None:
     config, events = small_run("one", steps=6, trace_steps=2), Events()
     config.checkpoint.every_steps = 3
-    summary = Trainer(config, events).run()
+    summary = Trainer(config, [events]).run()
     path = Path(config.run_dir) / "trace.json"
     picture = path.with_suffix(".png")
     assert f"trace of steps 3 to 4: {path}, a picture of one: {picture}" in events.texts
@@ -376,7 +377,7 @@ def test_a_run_that_ends_early_writes_what_there_is_or_says_why_not(
     small_run: Callable[..., RunConfig], steps: int, traced_steps: list[int]
 ) -> None:
     config, events = small_run("short", steps=steps, trace_steps=5), Events()
-    summary = Trainer(config, events).run()
+    summary = Trainer(config, [events]).run()
     assert [step.step for step in summary.traced] == traced_steps
     assert (Path(config.run_dir) / "trace.json").exists() == bool(traced_steps)
     warned = [text for text in events.texts if text.startswith("warning: no trace was written")]

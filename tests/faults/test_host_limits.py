@@ -10,9 +10,10 @@ from support.command import use_drive
 from support.runs import final_planes, make_run, train
 
 from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
-from tierstream.engine.metrics import Observer, PlanReport
+from tierstream.engine.metrics import PlanReport
 from tierstream.engine.trainer import Trainer
 from tierstream.io import memory
 
@@ -22,7 +23,7 @@ WIDE = 2000
 GROUP = "sys/fs/cgroup/app.slice/run.scope"
 
 
-class Plans(Observer):
+class Plans(Callback):
     def __init__(self) -> None:
         self.dram_bytes = 0
 
@@ -85,7 +86,7 @@ def test_the_automatic_budget_keeps_a_container_s_limit(
     assert limits.available_bytes == 12 * MIB
     monkeypatch.setattr(memory, "memory_budget", lambda: limits)
     config, plans = run(tmp_path), Plans()
-    Trainer(config, plans).run()
+    Trainer(config, [plans]).run()
     assert 2 * MIB < plans.dram_bytes < 12 * MIB
     state_bytes = sum(plane.nbytes for plane in free_planes.values())
     assert plans.dram_bytes < state_bytes, "all of it has found room"

@@ -17,8 +17,9 @@ from support.runs import make_run, records, train
 
 from tierstream.engine import adam_rates, compute_rates, machine, plan_report
 from tierstream.engine.bound import Rates
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
-from tierstream.engine.metrics import Observer, PlanReport, StepMetrics
+from tierstream.engine.metrics import PlanReport, StepMetrics
 from tierstream.engine.trainer import Trainer
 from tierstream.io import drive_rates, probes, seam
 from tierstream.io.drive_rates import Tuning
@@ -169,7 +170,7 @@ def test_a_bad_profile_is_told_before_the_corpus_is_read(
     assert list((tmp_path / "drive").iterdir()) == []
 
 
-class Written(Observer):
+class Written(Callback):
     """The plan, and what the steps really wrote to the drives."""
 
     def __init__(self) -> None:
@@ -193,7 +194,7 @@ def test_the_plan_tells_what_the_drives_will_be_written(
     config.train.steps = 10
     config.tiers.dram = type(config.tiers.dram)(frames * 4096)  # type: ignore[misc]
     observer = Written()
-    Trainer(config, observer).run()
+    Trainer(config, [observer]).run()
     planned = observer.plan.written_bytes_per_step
     assert planned > 0
     # The first two steps fill the cache, and the last leaves an update to be done.
@@ -218,7 +219,7 @@ def test_the_plan_of_a_run_in_dram_wears_no_drive(
     assert "GB per step" not in command.train(config)[1]
 
 
-class Events(Observer):
+class Events(Callback):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -236,7 +237,7 @@ def test_a_run_says_what_it_takes_from_the_profile(config: RunConfig, tmp_path: 
         profile.save(file)
         observer = Events()
         shutil.rmtree(config.run_dir, ignore_errors=True)
-        Trainer(config, observer).run()
+        Trainer(config, [observer]).run()
         said.append([line for line in observer.lines if line.startswith(str(file))])
     assert said == [
         [f"{file}: {drive} as of 2026-01-02T03:04:05+00:00"],

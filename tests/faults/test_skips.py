@@ -15,10 +15,11 @@ import pytest
 from support.command import Command, use_drive
 from support.runs import final_planes, make_run, records, snapshot_planes, train
 
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.rows import Batch, PackedRows
 from tierstream.engine.gradients import GradientBuffers
-from tierstream.engine.metrics import Observer, PlanReport, StepMetrics
+from tierstream.engine.metrics import PlanReport, StepMetrics
 from tierstream.engine.trainer import Trainer
 from tierstream.io.posix import probe
 from tierstream.tiered.layout import Unit
@@ -243,7 +244,7 @@ def test_the_record_tells_whether_a_step_was_clipped(tmp_path: Path) -> None:
     assert norms == [norms[0]] * 3
 
 
-class Plan(Observer):
+class Plan(Callback):
     """Keeps the plan."""
 
     def on_plan(self, plan: PlanReport) -> None:
@@ -265,7 +266,7 @@ def test_the_dtypes_of_the_plan_are_those_on_the_drive_and_in_the_checkpoint(
     config = make(tmp_path, 1, drive=True)
     config.model.dtype, config.optimizer.master = dtype, master  # type: ignore[assignment]
     observer = Plan()
-    Trainer(config, observer).run()
+    Trainer(config, [observer]).run()
     expected = expected | {"exp_avg": "float32", "exp_avg_sq": "float32"}
     stored = expected | {"grad": "float32"}
     assert observer.plan.dtypes == stored | {"gradient sum": "float32"}
@@ -280,7 +281,7 @@ def test_the_dtypes_of_the_plan_are_those_on_the_drive_and_in_the_checkpoint(
         assert found == planes, root
 
 
-class Written(Observer):
+class Written(Callback):
     """What the kernel says that this process wrote, after every step."""
 
     def __init__(self) -> None:
@@ -299,7 +300,7 @@ def test_the_bytes_written_are_those_that_the_kernel_counts(tmp_path: Path) -> N
     if not probe(tmp_path / "drive").direct:
         pytest.skip(f"{tmp_path} does not take direct I/O")
     observer = Written()
-    Trainer(config, observer).run()
+    Trainer(config, [observer]).run()
     kernel = observer.kernel[-1] - observer.kernel[0]
     reported = sum(observer.reported[1:])
     assert reported > 5 << 20

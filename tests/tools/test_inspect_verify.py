@@ -11,9 +11,10 @@ from support.steps import record
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.metrics import MetricsWriter, RunDirectory
+from tierstream.engine.metrics import MetricsWriter
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.plan import TiersConfig
+from tierstream.engine.run_directory import RunDirectory
 from tierstream.tiered.layout import Layout, PlaneSpec, pack_unit
 from tierstream.tiered.snapshot import write_snapshot
 from tierstream.tiered.store import Store

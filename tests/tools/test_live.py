@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.steps import record
 
 from tierstream.engine.metrics import PlanReport, RunSummary, StepMetrics
-from tierstream.tools.live import ConsoleObserver, Progress, step_line
+from tierstream.tools.live import ConsoleCallback, Progress, step_line
 
 
 class Terminal(io.StringIO):
@@ -190,7 +190,7 @@ PLAN = PlanReport(
 
 def test_the_observer_tells_the_whole_story() -> None:
     stream, summary = io.StringIO(), RunSummary()
-    with ConsoleObserver(stream) as observer:
+    with ConsoleCallback(stream) as observer:
         observer.on_event("state: random")
         observer.on_plan(PLAN)
         for step in (1, 2):
@@ -216,7 +216,7 @@ def test_an_error_leaves_the_cursor_on_a_new_line() -> None:
     stream = Terminal()
 
     def fail_in_step_2() -> None:
-        with ConsoleObserver(stream) as observer:
+        with ConsoleCallback(stream) as observer:
             observer.on_plan(PLAN)
             observer.on_step(record(1))
             raise RuntimeError("boom")
@@ -229,4 +229,4 @@ def test_an_error_leaves_the_cursor_on_a_new_line() -> None:
 
 def test_steps_before_the_plan_are_a_bug() -> None:
     with pytest.raises(RuntimeError, match="on_step before on_plan"):
-        ConsoleObserver(io.StringIO()).on_step(record(1))
+        ConsoleCallback(io.StringIO()).on_step(record(1))

@@ -1,0 +1,275 @@
+"""The parts of a run, opened in order; one step with its record; and how the run ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierstream.engine import assemble, checkpoint
+from tierstream.engine.callbacks import Callbacks
+from tierstream.engine.config import RunConfig
+from tierstream.engine.config_tree import to_plain
+from tierstream.engine.data.prepare import check_packing, open_rows
+from tierstream.engine.data.rows import PackedRows
+from tierstream.engine.device import Device
+from tierstream.engine.expert_picture import expert_picture
+from tierstream.engine.expert_use import NO_COUNTS, ExpertStep
+from tierstream.engine.machine import explain_profile, known_drives, load_profile
+from tierstream.engine.metrics import RunSummary, StepMetrics
+from tierstream.engine.plan import page_warning
+from tierstream.engine.plan_report import describe_plan
+from tierstream.engine.router_bias import saved_biases
+from tierstream.engine.router_loss import explain_router_losses
+from tierstream.engine.run_directory import RunDirectory
+from tierstream.engine.run_trace import RunTrace
+from tierstream.engine.runtime import Runtime, StepOutcome
+from tierstream.engine.saving import Saver
+from tierstream.engine.sweep import Batch
+from tierstream.engine.trace import Trace
+from tierstream.engine.units import find_units
+from tierstream.io import durable, memory
+from tierstream.io.errors import TierstreamError, TrainingStopped
+
+
+class Run:
+    """The parts of a run in training, and how far it has come.
+
+    Attributes:
+        step: steps done; data and loss know nothing else.
+        total_steps: of the whole run.
+        failure: why the run cannot go on; raised by `finish`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        callbacks: Callbacks,
+        directory: RunDirectory,
+        rows: PackedRows,
+        runtime: Runtime,
+        tier: assemble.Drives | None,
+        state: dict[str, Any],
+    ) -> None:
+        self.config, self.callbacks, self.directory = config, callbacks, directory
+        self.rows, self.runtime, self._tier = rows, runtime, tier
+        self._experts, self._cache_before = runtime.expert_use(), NO_COUNTS
+        self._identity = {key: state[key] for key in ("run_id", "settings")}
+        self.step = int(state["step"])
+        self.total_steps = config.train.steps
+        self._skipped_total: int = state["skipped_total"]
+        self._skipped_in_a_row: int = state["skipped_in_a_row"]
+        self.failure: TierstreamError | None = None
+        self.summary = RunSummary()
+        self._saver = Saver(config.checkpoint, directory.checkpoints, runtime, callbacks)
+        self._trace = RunTrace(config.train.trace_steps, runtime.trace, directory, callbacks, self.step)
+        self._before = runtime.traffic()
+
+    @classmethod
+    def open(cls, config: RunConfig, callbacks: Callbacks, parts: ExitStack) -> Run:
+        """Everything before step 0; what is opened is closed by `parts`, last first."""
+        run_dir = Path(config.run_dir)
+        model, hf_config = assemble.build_model(config, parts)
+        check_packing(config.data, hf_config)
+        identity = _RunIdentity(run_dir)
+        snapshot = checkpoint.find_resume(config.checkpoint.resume, run_dir / "checkpoints", identity.read())
+        directory = parts.enter_context(RunDirectory(run_dir, resume=config.checkpoint.resume != "none"))
+        state = _first_state() if snapshot is None else dict(snapshot.state)
+        settings = _settings(config, hf_config)
+        if snapshot is not None:
+            checkpoint.check_same_run(state["settings"], settings, config.checkpoint.allow_changed)
+        directory.write_config(config)
+        identity.write(state["run_id"])
+        units = find_units(model, experts_apart=config.moe.experts_apart)
+        device = Device(config.train.device)
+        plan, layout = assemble.plan_run(config, units, hf_config, device)
+        # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
+        weights = assemble.plan_weights(config, model)
+        profile = load_profile(config.tiers)
+        assemble.check_space(config, plan, run_dir)
+        paths = assemble.check_paths(config)
+        rows = open_rows(
+            config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed
+        )
+        checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
+        for line in explain_profile(config.tiers, profile):
+            callbacks.on_event(line)
+        known = known_drives(config.tiers, profile)
+        tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]}, known, paths)
+        if tier is not None:
+            parts.callback(tier.close)
+        trace = Trace()
+        store = assemble.build_store(config, layout, plan, tier, device, config.train.debug, trace)
+        parts.callback(store.close)
+        for reason in filter(None, (page_warning(config.tiers, plan), store.pageable_reason)):
+            callbacks.on_event(f"warning: {reason}")
+        origin = assemble.fill_state(config, model, units, layout, store, snapshot, weights, device)
+        runtime = assemble.build_runtime(
+            config, model, units, layout, plan, store, device, state["applied_updates"], trace
+        )
+        parts.callback(runtime.close)
+        callbacks.on_event(f"data: {rows.store.origin}")
+        callbacks.on_event(f"state: {origin}")
+        left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
+        for line in explain_router_losses(config.moe, model):
+            callbacks.on_event(line)
+        callbacks.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
+        run = cls(config, callbacks, directory, rows, runtime, tier, state | {"settings": settings})
+        plan_report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, run.step)
+        callbacks.on_plan(plan_report)
+        return run
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a next step."""
+        stopped = self.failure is not None or self.callbacks.control.stop_reason is not None
+        return self.step < self.total_steps and not stopped
+
+    def train_step(self) -> StepMetrics:
+        """One step, and its record."""
+        config = self.config
+        self._trace.begin_step(self.step)
+        begin = time.perf_counter()
+        packed = self.rows.batch(self.step, config.train.rows_per_step)
+        device = self.runtime.device.torch_device
+        ids, labels, positions = (
+            torch.from_numpy(array).to(device)
+            for array in (packed.input_ids, packed.labels, packed.position_ids)
+        )
+        padding = None if packed.padding is None else torch.from_numpy(packed.padding).to(device)
+        batch = Batch(ids, labels, positions, packed.trained_tokens, padding)
+        # Random numbers (dropout) are a function of (seed, step): a resumed run needs no generator state.
+        torch.manual_seed((config.train.seed * 1_000_003 + self.step) % 2**63)
+        outcome = self.runtime.step(batch)
+        self.step += 1
+        if batch.trained_tokens:  # a step without any says nothing of the gradients
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if outcome.verdict.skipped else 0
+        self._skipped_total += outcome.verdict.skipped
+        record = self._record(outcome, batch, time.perf_counter() - begin)
+        self.summary.add(record)
+        return record
+
+    def after_step(self) -> None:
+        """What is due once the record of a step is written."""
+        self._check_skips()
+        self._saver.save_if_due(self.step, self._state, last=not self.goes_on)
+
+    def finish(self) -> None:
+        """Write down what is known at the end. Raises `failure`."""
+        self._trace.end(self.summary)
+        self._draw_experts()
+        self.runtime.flush()
+        self.summary.checkpoint = str(self._saver.newest) if self._saver.newest else None
+        self.summary.drives = self._tier.totals() if self._tier else {}
+        if self.failure is not None:
+            self.summary.stopped = str(self.failure)
+        else:
+            self.summary.stopped = self.callbacks.control.stop_reason
+        if self.summary.last_step is not None:  # else nothing was left to do, and the result stands
+            self.directory.write_result(self.summary)
+        if self.failure is not None:
+            raise self.failure
+
+    def _check_skips(self) -> None:
+        """After too many skipped steps in a row the run ends; what was learnt before is saved."""
+        if self._skipped_in_a_row >= self.config.optimizer.max_skipped_in_a_row:
+            self.failure = TrainingStopped(
+                f"{self._skipped_in_a_row} steps in a row, the last of them step {self.step}, had a gradient "
+                f"that is not finite ({self._skipped_total} skipped in all); weights and optimizer are those "
+                f"after {self.runtime.applied_updates} updates. Lower optimizer.lr or look at the data of "
+                "these steps; optimizer.max_skipped_in_a_row sets the limit"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the planes."""
+        return self._identity | {
+            "step": self.step,
+            "applied_updates": self.runtime.applied_updates,
+            "skipped_total": self._skipped_total,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "data_fingerprint": self.rows.fingerprint,
+            "router_biases": saved_biases(self.runtime.model),
+        }
+
+    def _draw_experts(self) -> None:
+        """Say which experts had tokens, and write down a picture of it."""
+        use, path = self._experts, self.directory.expert_picture_path
+        if use is not None and use.count:
+            durable.write_file(path, expert_picture(use, f"{use.count} steps"))
+            self.callbacks.on_event(f"{use.describe()}; tokens of each: {path}")
+
+    def _expert_step(self) -> ExpertStep | None:
+        """Of the step that has just ended."""
+        cache = self.runtime.experts
+        if self._experts is None or cache is None:
+            return None
+        moved, self._cache_before = cache.counts.since(self._cache_before), cache.counts
+        return self._experts.add(self.runtime.expert_tokens(), moved)
+
+    def _record(self, outcome: StepOutcome, batch: Batch, seconds: float) -> StepMetrics:
+        now, before = self.runtime.traffic(), self._before
+        self._before = now
+        verdict = outcome.verdict
+        moved = now.since(before)
+        return StepMetrics(
+            step=self.step,
+            optimizer_step=self.runtime.applied_updates,
+            loss=outcome.loss,
+            router_aux_loss=outcome.router_losses.get("aux"),
+            router_z_loss=outcome.router_losses.get("z"),
+            grad_norm=verdict.grad_norm,
+            clip_factor=verdict.clip_factor,
+            lr=verdict.lr,
+            skipped=verdict.skipped,
+            skipped_total=self._skipped_total,
+            tokens=batch.input_ids.numel(),
+            trained_tokens=batch.trained_tokens,
+            step_s=seconds,
+            tokens_per_s=batch.input_ids.numel() / seconds,
+            stall_s=self.runtime.trace.take_stalls(),
+            tier_wait_s=moved.wait_s,
+            bytes_read=moved.bytes_read,
+            bytes_written=moved.bytes_written,
+            cache_hits=moved.hits,
+            cache_misses=moved.misses,
+            experts=self._expert_step() if batch.trained_tokens else None,
+            host_peak_bytes=memory.peak_rss_bytes(),
+            gpu_peak_bytes=self.runtime.device.peak_bytes(),
+        )
+
+
+class _RunIdentity:
+    """`run_id` in the run directory: tells this run's checkpoints from others that lie beside them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "run_id"
+
+    def read(self) -> str | None:
+        return self._path.read_text().strip() if self._path.is_file() else None
+
+    def write(self, run_id: str) -> None:
+        durable.write_file(self._path, f"{run_id}\n".encode())
+
+
+def _first_state() -> dict[str, Any]:
+    return {
+        "run_id": uuid.uuid4().hex,
+        "step": 0,
+        "applied_updates": 0,
+        "skipped_total": 0,
+        "skipped_in_a_row": 0,
+    }
+
+
+def _settings(config: RunConfig, hf_config: Any) -> dict[str, Any]:
+    """The run file and the model's architecture, as JSON values: what a resume compares."""
+    architecture = json.loads(hf_config.to_json_string(use_diff=False))
+    for key in ("transformers_version", "_name_or_path"):
+        architecture.pop(key, None)
+    return json.loads(json.dumps(to_plain(config) | {"architecture": architecture}))
