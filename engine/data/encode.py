@@ -24,22 +24,29 @@ BATCH_CHARS = 4 << 20
 
 @dataclass(slots=True)
 class Window:
-    """A part of a document. `line`: line feeds of the document before it; `last`: the document ends here."""
+    """A part of a document. `begin`, `line`: characters and line feeds of the document before it; `last`: the
+    document ends here.
+    """
 
     document: int
     text: str
+    begin: int
     line: int
     last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Ids of a document. `starts`: positions in `text` of their characters; `line`: of `text`, from 0."""
+    """Ids of a document. `starts`, `ends`: the characters of `text` that each stands for; `begin`, `line`:
+    where `text` begins in the document, from 0.
+    """
 
     document: int
     ids: NDArray[np.uint32]
     starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
     text: str
+    begin: int
     line: int
     last: bool
 
@@ -89,15 +96,18 @@ def encode(
 
 def cut(document: int, texts: Iterable[str], window_chars: int, overlap_chars: int) -> Iterator[Window]:
     """Windows over a document; each but the first begins with the last `overlap_chars` of the one before."""
-    held, line = "", 0
+    held, begin, line = "", 0, 0
+    step = window_chars - overlap_chars
     for text in texts:
         held += text
-        while len(held) > window_chars:
-            yield Window(document, held[:window_chars], line, last=False)
-            step = window_chars - overlap_chars
-            line += held.count("\n", 0, step)
-            held = held[step:]
-    yield Window(document, held, line, last=True)
+        at = 0
+        while len(held) - at > window_chars:
+            yield Window(document, held[at : at + window_chars], begin, line, last=False)
+            line += held.count("\n", at, at + step)
+            begin += step
+            at += step
+        held = held[at:]
+    yield Window(document, held, begin, line, last=True)
 
 
 def _batches(windows: Iterable[Window], batch_chars: int) -> Iterator[list[Window]]:
@@ -144,7 +154,7 @@ class _Encoded:
     def merged_with(self, after: Window, backend: Any, overlap_chars: int) -> _Encoded:
         """Both windows encoded as one."""
         window, text = self.window, self.window.text + after.text[overlap_chars:]
-        merged = Window(window.document, text, window.line, after.last)
+        merged = Window(window.document, text, window.begin, window.line, after.last)
         return _Encoded.of(merged, backend.encode(text, add_special_tokens=False), self.begin)
 
     def _within(self, low: int, high: int) -> NDArray[np.intp]:
@@ -153,5 +163,7 @@ class _Encoded:
 
     def piece(self, end: int, *, last: bool) -> Piece:
         window, chosen = self.window, slice(self.begin, end)
-        starts = self.offsets[chosen, 0]
-        return Piece(window.document, self.ids[chosen], starts, window.text, window.line, last)
+        starts, ends = self.offsets[chosen, 0], self.offsets[chosen, 1]
+        return Piece(
+            window.document, self.ids[chosen], starts, ends, window.text, window.begin, window.line, last
+        )

@@ -44,17 +44,17 @@ def test_odd_names_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.Mon
     ("pattern", "words"),
     [
         ("none*.txt", "'none\\*.txt' matches no file"),
-        ("folder", "folder is a directory; name its files"),
-        ("rows.jsonl", r"rows\.jsonl is no plain text \(\.jsonl\)"),
-        ("*.PARQUET", r"is no plain text \(\.PARQUET\)"),
+        ("folder", "folder is a directory, and none that .* name its files"),
+        ("rows.jsonl.gz", r"rows\.jsonl\.gz is packed \(\.gz\)"),
+        ("*.ZST", r"is packed \(\.ZST\)"),
     ],
 )
-def test_what_is_no_text_file_is_refused(
+def test_what_cannot_be_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, words: str
 ) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "rows.jsonl").write_text("{}")
-    (tmp_path / "t.PARQUET").write_text("")
+    (tmp_path / "rows.jsonl.gz").write_text("")
+    (tmp_path / "t.ZST").write_text("")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=words):
         find_files([pattern])

@@ -1,0 +1,80 @@
+"""A tokenizer as the makers of samples use it: its backend and a few facts, small enough for a file.
+
+Processes that tokenise load this and need neither transformers nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tierstream.engine.data.tokenizer import document_prefix
+from tierstream.io import durable
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Texts to ids and back.
+
+    Args:
+        backend: without truncation, padding and post-processor. (That one adds special tokens, which are
+            added here by hand, and moves character offsets.)
+        prefix: ids in front of a document, such as a begin-of-text token.
+        end_of_text_id: ends a document.
+        special_tokens: as chat templates know them, {"eos_token": "</s>", ...}.
+        chat_template: Jinja source, or None.
+    """
+
+    backend: Tokenizer
+    prefix: list[int]
+    end_of_text_id: int
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Codec:
+        """Of a fast transformers tokenizer, which stays as it is."""
+        template = tokenizer.chat_template
+        if isinstance(template, dict):  # several by name
+            template = template.get("default")
+        return cls(
+            _bare(tokenizer.backend_tokenizer.to_str()),
+            document_prefix(tokenizer),
+            int(tokenizer.eos_token_id),
+            {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            template,
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Codec:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return cls(_bare(facts.pop("backend")), **facts)
+
+    def save(self, path: Path) -> None:
+        """Raises StorageError: `path` cannot be written."""
+        facts = dict(vars(self), backend=self.backend.to_str())
+        durable.write_file(path, json.dumps(facts).encode())
+
+    def special_texts(self) -> list[str]:
+        """The texts of all special tokens, the longest first."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return sorted((token.content for token in added if token.special), key=len, reverse=True)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
+
+    def token(self, token_id: int) -> str:
+        return str(self.backend.id_to_token(token_id))
+
+
+def _bare(text: str) -> Tokenizer:
+    backend = Tokenizer.from_str(text)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.post_processor = None
+    return backend
