@@ -135,6 +135,15 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
     free = _FREE | set(allowed or ())
     if current["optimizer"]["schedule"] == "constant":
         free.add("train.steps")  # a longer run has the same learning rates
+    idle = {settings.get("moe", {}).get("idle") for settings in (saved, current)}
+    if idle <= {"dense", "lazy"}:
+        free.add("moe.idle")  # the same bits, and no checkpoint holds an update that was put off
+    streams = [settings.get("moe", {}).get("stream") for settings in (saved, current)]
+    if streams[0] != streams[1]:
+        raise CheckpointError(
+            f"moe.stream is {streams[0]} in the checkpoint and {streams[1]} now: these are other planes, which "
+            "no setting makes fit; set it back, or export the checkpoint and start a new run from that"
+        )
     different = [
         f"{key}: {before!r} in the checkpoint, {now!r} now"
         for key, (before, now) in sorted(differences(saved, current).items())
