@@ -141,8 +141,8 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
     streams = [settings.get("moe", {}).get("stream") for settings in (saved, current)]
     if streams[0] != streams[1]:
         raise CheckpointError(
-            f"moe.stream is {streams[0]} in the checkpoint and {streams[1]} now: these are other planes, which "
-            "no setting makes fit; set it back, or export the checkpoint and start a new run from that"
+            f"moe.stream is {streams[0]} in the checkpoint and {streams[1]} now: these are other planes, "
+            "which no setting makes fit; set it back, or export the checkpoint and start a new run from that"
         )
     different = [
         f"{key}: {before!r} in the checkpoint, {now!r} now"
