@@ -110,7 +110,7 @@ class ExpertUse:
         moved, share = self.moved, 100 * self.steps.sum() / max(1, self.experts * self.count)
         wanted, spared = moved.hits + moved.misses, 2 * self.count * self._expert_bytes - moved.bytes_up
         text = f"experts: {share:.0f} % had tokens in a step; "
-        text += f"{100 * moved.hits / max(1, wanted):.0f} % were on the device when they were wanted"
+        text += f"{100 * moved.hits / max(1, wanted):.0f} % of their uses found them on the device"
         if moved.guesses:
             right = 100 * moved.right_guesses / moved.guesses
             text += f" ({right:.0f} % of {moved.guesses} guesses were right)"

@@ -70,7 +70,8 @@ def _build(hf_config: Any, dtype: str, attention: str) -> Any:
             )
     except (ValueError, ImportError) as error:
         raise ConfigError(
-            f"model.attention={attention!r} cannot be used with {type(hf_config).__name__}: {error}"
+            f"model.attention={attention!r} cannot be used with {type(hf_config).__name__}: transformers "
+            "has no such attention for it; leave model.attention to auto"
         ) from error
 
 

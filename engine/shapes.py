@@ -63,10 +63,15 @@ _WITH_EXPERTS: dict[ShapeName, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def has_experts(name: ShapeName) -> bool:
+    """Whether the shape is a mixture of experts."""
+    return name in _WITH_EXPERTS
+
+
 def architecture(name: ShapeName, layers: int | None = None) -> dict[str, Any]:
     """The shape as the content of a config.json. `layers`: another depth than its own."""
     depth = {} if layers is None else {"num_hidden_layers": layers}
-    if name in _WITH_EXPERTS:
+    if has_experts(name):
         return {**_COMMON, **_WITH_EXPERTS[name], **depth}
     vocabulary, hidden, own_depth, mlp, heads, kv_heads, tied = _DENSE[name]
     return {

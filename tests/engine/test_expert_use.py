@@ -35,7 +35,7 @@ def test_what_streaming_experts_alone_has_spared() -> None:
     assert use.add([{0: 1, 1: 3}], CacheCounts(2, 0, 0, 0, 0)).bytes_spared == 2 * 600
     assert use.moved == CacheCounts(10, 6, 4, 2, 1000)
     assert use.describe() == (
-        "experts: 38 % had tokens in a step; 62 % were on the device when they were wanted (50 % of 4 "
+        "experts: 38 % had tokens in a step; 62 % of their uses found them on the device (50 % of 4 "
         "guesses were right); 1.37 KiB less copied than by whole layers"
     )
 

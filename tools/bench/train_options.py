@@ -17,7 +17,7 @@ from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
-from tierstream.engine.shapes import ShapeName
+from tierstream.engine.shapes import ShapeName, has_experts
 from tierstream.io.errors import ConfigError, TierstreamError
 from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import PEER_NAMES, PeerName
@@ -153,6 +153,16 @@ class TrainBenchOptions(OutputOptions):
             raise ConfigError(
                 "--grad-dtype is bfloat16, but gradients of weights in float32 always wait in float32; leave "
                 "it out, or use --dtype bfloat16"
+            )
+        if "layers" in self.stream and not has_experts(self.shape):
+            raise ConfigError(
+                f"--stream names layers, and {self.shape} has no experts, so its layers are always streamed "
+                "whole: leave it out, or use a shape with experts"
+            )
+        if self.expert_cache is not None and not has_experts(self.shape):
+            raise ConfigError(
+                f"--expert-cache is {self.expert_cache}, and {self.shape} has no experts: leave it out, or "
+                "use a shape with experts"
             )
         if self.expert_cache is not None and "experts" not in self.stream:
             raise ConfigError(

@@ -241,13 +241,16 @@ def test_mistakes_get_one_message(bench: StorageBench, args: list[str], said: li
         (["--check-finite", "false"], ["--check-finite is false", "add null to --clip-norm"]),
         (["--check-finite", "false", "--clip-norm", "1", "2"], ["--check-finite is false"]),
         (["--grad-dtype", "bfloat16"], ["--grad-dtype is bfloat16", "--dtype bfloat16"]),
-        (["--expert-cache", "1GiB", "--stream", "layers"], ["--expert-cache is", "add experts"]),
+        (["--expert-cache", "1GiB", "--stream", "layers", "--shape", "tiny-moe"],
+         ["--expert-cache is", "add experts"]),
+        (["--expert-cache", "1GiB"], ["--expert-cache is", "tiny has no experts"]),
+        (["--stream", "layers", "experts"], ["--stream names layers", "tiny has no experts"]),
         (["--turns", "blocks"], ["--turns is blocks", "--baseline", "fsdp2-offload"]),
         (["--turns", "blocks", "--baseline", "resident"], ["--turns is blocks"]),
         (["--peer-nvme-dir", "/tmp"], ["--peer-nvme-dir is /tmp", "--baseline deepspeed-nvme"]),
         (["--peer-nvme-dir", "/tmp", "--baseline", "fsdp2-offload"], ["--peer-nvme-dir is /tmp"]),
     ],
-)
+)  # fmt: skip
 def test_an_option_without_effect_is_refused(bench: StorageBench, args: list[str], said: list[str]) -> None:
     bench.refused(*TINY, *args, said=[*said, "leave"])
 
