@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from tierstream.engine.data.progress import Progress
 from tierstream.engine.metrics import PlanReport, RunSummary, StepMetrics
 
 
@@ -44,6 +45,9 @@ class Callback:
 
     control: Control
 
+    def on_progress(self, progress: Progress) -> None:
+        """A long preparation has come this far; before `on_plan`, as often as its owner likes."""
+
     def on_plan(self, plan: PlanReport) -> None:
         """Everything is decided, nothing has run."""
 
@@ -68,6 +72,10 @@ class Callbacks(Callback):
         self.control = Control()
         for callback in self._callbacks:
             callback.control = self.control
+
+    def on_progress(self, progress: Progress) -> None:
+        for callback in self._callbacks:
+            callback.on_progress(progress)
 
     def on_plan(self, plan: PlanReport) -> None:
         for callback in self._callbacks:

@@ -4,11 +4,15 @@ must be quick.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from tierstream.engine.checkpoint import CheckpointConfig
+from tierstream.engine.config_file import load
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
@@ -98,6 +102,18 @@ class RunConfig:
     moe: MoeConfig = field(default_factory=MoeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> RunConfig:
+        """The run file at `path`, changed as options of the command line change it.
+
+        Args:
+            changes: dotted key -> value, as `{"optimizer.lr": 1e-5}`.
+
+        Raises:
+            ConfigError: as for `tierstream train`.
+        """
+        return load(cls, Path(path), changes)
 
     def __post_init__(self) -> None:
         if self.optimizer.placement in ("gpu", "both") and self.train.device == "cpu":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,9 +91,16 @@ def parse(cls: type, text: str, name: str) -> dict[str, Given]:
         raise ConfigError(f"{name}: is nested too deeply") from None
 
 
-def load(cls: type[ConfigT], path: Path) -> ConfigT:
-    """The configuration that a run file alone describes. Raises ConfigError."""
-    return build(cls, read(cls, path), str(path))
+def load(cls: type[ConfigT], path: Path, changes: Mapping[str, Any] | None = None) -> ConfigT:
+    """The configuration that a run file describes, with `changes` of dotted keys. Raises ConfigError."""
+    tree: type = cls
+    given = read(tree, path)
+    for key, value in (changes or {}).items():
+        if key not in leaves(tree):
+            nearest = " or ".join(nearest_keys(tree, key))
+            raise ConfigError(f"unknown key {key}" + (f"; did you mean {nearest}?" if nearest else ""))
+        given[key] = Given(value, key)
+    return build(cls, given, f"{path} with the changes given" if changes else str(path))
 
 
 def dump(config: Any) -> str:
