@@ -285,7 +285,9 @@ def build_runtime(
     plan: Plan,
     store: Store,
     device: Device,
-    applied: int,
+    *,
+    total_updates: int,
+    applied_updates: int = 0,
     trace: Trace | None = None,
 ) -> Runtime:
     return Runtime(
@@ -299,8 +301,8 @@ def build_runtime(
         config.moe,
         rows_per_chunk=config.train.rows_per_chunk or config.train.rows_per_step,
         loss_chunk_tokens=config.train.loss_chunk(model.config.vocab_size),
-        total_updates=config.train.steps,
-        applied_updates=applied,
+        total_updates=total_updates,
+        applied_updates=applied_updates,
         threads=update_threads(config),
         trace=trace,
     )

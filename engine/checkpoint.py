@@ -37,6 +37,7 @@ _FREE = {
     "optimizer.check_finite",
     "optimizer.placement",
     "optimizer.threads",
+    "train.log_samples",
     "train.trace_steps",
 }
 
@@ -134,7 +135,7 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
     """
     free = _FREE | set(allowed or ())
     if current["optimizer"]["schedule"] == "constant":
-        free.add("train.steps")  # a longer run has the same learning rates
+        free |= {"train.steps", "train.epochs"}  # a longer run has the same learning rates
     idle = {settings.get("moe", {}).get("idle") for settings in (saved, current)}
     if idle <= {"dense", "lazy"}:
         free.add("moe.idle")  # the same bits, and no checkpoint holds an update that was put off

@@ -4,6 +4,7 @@ must be quick.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -30,8 +31,10 @@ _DEVICE_NAME = re.compile(r"cpu|cuda(:\d{1,3})?")
 class TrainConfig:
     """The loop: how many steps of how many rows, on what."""
 
-    steps: int = 100
-    """Steps of the whole run, resumed parts included."""
+    steps: int | None = None
+    """Steps of the whole run, resumed parts included; null: as many as `epochs` take."""
+    epochs: float | None = None
+    """Passes over the data, in place of `steps`; null for both: one."""
     rows_per_step: int = 8
     """Rows of `data.seq_len` tokens in a step."""
     rows_per_chunk: int | None = None
@@ -52,6 +55,9 @@ class TrainConfig:
     """Use only deterministic kernels, so that equal runs are equal to the bit."""
     debug: bool = False
     """Fill freed buffers with NaN and check every state transition; slow."""
+    log_samples: bool = False
+    """Write to metrics.jsonl which samples (file:line) each step was trained on; of a skipped step it always
+    says so."""
     trace_steps: int = 0
     """Steps to record, after two that warm up: run_dir/trace.json for ui.perfetto.dev, and trace.png."""
 
@@ -60,6 +66,13 @@ class TrainConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{key} is {value}; it must be >= 1")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"train.steps is {self.steps} and train.epochs is {self.epochs}; give one of them, and null "
+                "for the other"
+            )
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"train.epochs is {self.epochs}; it must be a number above 0")
         if self.trace_steps < 0:
             raise ConfigError(f"train.trace_steps is {self.trace_steps}; it must be >= 0")
         if self.rows_per_chunk is not None and not 1 <= self.rows_per_chunk <= self.rows_per_step:

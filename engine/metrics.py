@@ -39,6 +39,10 @@ class StepMetrics:
     """
     skipped_total: int
     """Skipped steps of the run so far, this one included."""
+    epoch: float
+    """Passes over the data done after this step."""
+    samples: int
+    """Samples that begin in this step."""
     tokens: int
     """Positions of the step: rows times row length, padding included."""
     trained_tokens: int
@@ -62,6 +66,8 @@ class StepMetrics:
     """Page uses that found their page in the tier."""
     cache_misses: dict[str, int] = field(default_factory=dict)
     """Page uses that had to fetch their page from the tier below."""
+    sample_ids: list[str] | None = None
+    """Samples that have tokens in this step, as file:line; with `train.log_samples`, and of skipped steps."""
     experts: ExpertStep | None = None
     """Experts that had tokens and what moved of them; null without experts of their own."""
     host_peak_bytes: int = 0

@@ -25,13 +25,14 @@ def describe_plan(
     device: Device,
     profile: MachineProfile,
     step: int,
+    last_step: int,
 ) -> PlanReport:
     """The report of a plan.
 
     Args:
         tier: the drives; None where the state lives in DRAM.
         profile: rates that need not be measured.
-        step: steps done.
+        step: steps done. last_step: of the run.
     """
     rates = machine_rates(
         profile,
@@ -62,7 +63,7 @@ def describe_plan(
         parameters=plan.parameters,
         tokens_per_step=plan.tokens_per_step,
         first_step=step + 1,
-        last_step=config.train.steps,
+        last_step=last_step,
         dtypes=dtypes | {"gradient sum": "float32"},
         tiers=tuple(tiers),
         bound_s=bound.seconds,

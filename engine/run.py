@@ -17,7 +17,8 @@ from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data.prepare import check_packing, open_rows
-from tierstream.engine.data.rows import PackedRows
+from tierstream.engine.data.rows import Batch as PackedBatch
+from tierstream.engine.data.rows import Rows
 from tierstream.engine.device import Device
 from tierstream.engine.expert_picture import expert_picture
 from tierstream.engine.expert_use import NO_COUNTS, ExpertStep
@@ -52,7 +53,7 @@ class Run:
         config: RunConfig,
         callbacks: Callbacks,
         directory: RunDirectory,
-        rows: PackedRows,
+        rows: Rows,
         runtime: Runtime,
         tier: assemble.Drives | None,
         state: dict[str, Any],
@@ -62,7 +63,7 @@ class Run:
         self._experts, self._cache_before = runtime.expert_use(), NO_COUNTS
         self._identity = {key: state[key] for key in ("run_id", "settings")}
         self.step = int(state["step"])
-        self.total_steps = config.train.steps
+        self.total_steps = _total_steps(config, rows)
         self._skipped_total: int = state["skipped_total"]
         self._skipped_in_a_row: int = state["skipped_in_a_row"]
         self.failure: TierstreamError | None = None
@@ -95,8 +96,9 @@ class Run:
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
         rows = open_rows(
-            config.data, config.model, directory.data, vocab_size=hf_config.vocab_size, seed=config.train.seed
-        )
+            config.data, config.model, directory.data, vocab_size=hf_config.vocab_size,
+            rows_per_step=config.train.rows_per_step, seed=config.train.seed,
+        )  # fmt: skip
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
         for line in explain_profile(config.tiers, profile):
             callbacks.on_event(line)
@@ -111,18 +113,23 @@ class Run:
             callbacks.on_event(f"warning: {reason}")
         origin = assemble.fill_state(config, model, units, layout, store, snapshot, weights, device)
         runtime = assemble.build_runtime(
-            config, model, units, layout, plan, store, device, state["applied_updates"], trace
-        )
+            config, model, units, layout, plan, store, device, total_updates=_total_steps(config, rows),
+            applied_updates=state["applied_updates"], trace=trace,
+        )  # fmt: skip
         parts.callback(runtime.close)
-        callbacks.on_event(f"data: {rows.store.origin}")
+        for line in (*(store.origin for store in rows.stores), *rows.describe()):
+            callbacks.on_event(f"data: {line}")
         callbacks.on_event(f"state: {origin}")
         left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
         for line in explain_router_losses(config.moe, model):
             callbacks.on_event(line)
         callbacks.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
         run = cls(config, callbacks, directory, rows, runtime, tier, state | {"settings": settings})
-        plan_report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, run.step)
-        callbacks.on_plan(plan_report)
+        callbacks.on_plan(
+            describe_plan(
+                config, units, layout, plan, runtime, tier, device, profile, run.step, run.total_steps
+            )
+        )
         return run
 
     @property
@@ -136,7 +143,7 @@ class Run:
         config = self.config
         self._trace.begin_step(self.step)
         begin = time.perf_counter()
-        packed = self.rows.batch(self.step, config.train.rows_per_step)
+        packed = self.rows.batch(self.step)
         device = self.runtime.device.torch_device
         ids, labels, positions = (
             torch.from_numpy(array).to(device)
@@ -151,7 +158,7 @@ class Run:
         if batch.trained_tokens:  # a step without any says nothing of the gradients
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if outcome.verdict.skipped else 0
         self._skipped_total += outcome.verdict.skipped
-        record = self._record(outcome, batch, time.perf_counter() - begin)
+        record = self._record(outcome, packed, time.perf_counter() - begin)
         self.summary.add(record)
         return record
 
@@ -212,11 +219,12 @@ class Run:
         moved, self._cache_before = cache.counts.since(self._cache_before), cache.counts
         return self._experts.add(self.runtime.expert_tokens(), moved)
 
-    def _record(self, outcome: StepOutcome, batch: Batch, seconds: float) -> StepMetrics:
+    def _record(self, outcome: StepOutcome, packed: PackedBatch, seconds: float) -> StepMetrics:
         now, before = self.runtime.traffic(), self._before
         self._before = now
         verdict = outcome.verdict
         moved = now.since(before)
+        names_wanted = self.config.train.log_samples or verdict.skipped
         return StepMetrics(
             step=self.step,
             optimizer_step=self.runtime.applied_updates,
@@ -228,17 +236,20 @@ class Run:
             lr=verdict.lr,
             skipped=verdict.skipped,
             skipped_total=self._skipped_total,
-            tokens=batch.input_ids.numel(),
-            trained_tokens=batch.trained_tokens,
+            epoch=self.rows.epochs(self.step),
+            samples=packed.samples,
+            sample_ids=self.rows.where(self.step - 1) if names_wanted else None,
+            tokens=packed.input_ids.size,
+            trained_tokens=packed.trained_tokens,
             step_s=seconds,
-            tokens_per_s=batch.input_ids.numel() / seconds,
+            tokens_per_s=packed.input_ids.size / seconds,
             stall_s=self.runtime.trace.take_stalls(),
             tier_wait_s=moved.wait_s,
             bytes_read=moved.bytes_read,
             bytes_written=moved.bytes_written,
             cache_hits=moved.hits,
             cache_misses=moved.misses,
-            experts=self._expert_step() if batch.trained_tokens else None,
+            experts=self._expert_step() if packed.trained_tokens else None,
             host_peak_bytes=memory.peak_rss_bytes(),
             gpu_peak_bytes=self.runtime.device.peak_bytes(),
         )
@@ -255,6 +266,11 @@ class _RunIdentity:
 
     def write(self, run_id: str) -> None:
         durable.write_file(self._path, f"{run_id}\n".encode())
+
+
+def _total_steps(config: RunConfig, rows: Rows) -> int:
+    steps, epochs = config.train.steps, config.train.epochs
+    return steps if steps is not None else rows.total_steps(1 if epochs is None else epochs)
 
 
 def _first_state() -> dict[str, Any]:

@@ -192,8 +192,9 @@ class TieredBench:
 
         def build() -> Runtime:
             return assemble.build_runtime(
-                config, model, units, self.layout, plan, self.store, device, 0, self._trace
-            )
+                config, model, units, self.layout, plan, self.store, device, total_updates=1,
+                trace=self._trace,
+            )  # fmt: skip
 
         runtime = memory.building(build)
         parts.callback(runtime.close)

@@ -93,14 +93,14 @@ class DataConfig:
     def _check_packing(self) -> None:
         if self.weights is not None and len(self.weights) != len(self.files):
             raise ConfigError(
-                f"data.weights has {len(self.weights)} values and data.files {len(self.files)} entries; give one "
-                "for each"
+                f"data.weights has {len(self.weights)} values and data.files {len(self.files)} entries; give "
+                "one for each"
             )
         for weight in self.weights or ():
             if not 0 < weight < math.inf:
                 raise ConfigError(f"data.weights is {self.weights}; each must be a number above 0")
         if self.too_long == "split" and self.packing != "none":
             raise ConfigError(
-                f"data.too_long is split and data.packing is {self.packing}; split goes with packing: none only, "
-                "and packing: stream cuts nothing off"
+                f"data.too_long is split and data.packing is {self.packing}; split goes with packing: none "
+                "only, and packing: stream cuts nothing off"
             )

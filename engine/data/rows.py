@@ -1,20 +1,29 @@
-"""Training rows: documents shuffled anew every epoch, put end to end, cut into rows of equal length; the rows
-are shuffled.
+"""Rows of a step: the samples of an epoch, mixed, packed on rows of equal length, the rows shuffled.
 
 Everything is a pure function of (seed, step): there is no position to save, and a resumed run sees the rows
-of an unbroken one. In memory are the order of the documents and where each begins (16 bytes each and epoch)
-and the order of the rows (8 bytes each and epoch), never the tokens.
+of an unbroken one. In memory is where the samples of an epoch lie (24 bytes each) and the order of its rows,
+never the tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstream.engine.data.tokens import TokenStore
+from tierstream.engine.data.config import DataConfig
+from tierstream.engine.data.mixture import ROWS, Mixture, draw_order
+from tierstream.engine.data.packing import Fit, Layout, Packing, fit, lay_out
+from tierstream.engine.data.samples import UNTRAINED
+from tierstream.engine.data.shards import TokenStore
+from tierstream.io.errors import ConfigError, DataError
 
 #: Label of a position that is not trained on; the default `ignore_index` of torch's cross-entropy.
 NOT_TRAINED = -100
@@ -25,10 +34,11 @@ class Batch:
     """Rows of a step; arrays int64 [rows, seq_len] if nothing else is said.
 
     Attributes:
-        labels: the next token, `NOT_TRAINED` where there is none; already shifted.
+        labels: the next token, `NOT_TRAINED` where there is none or it is not trained on; already shifted.
         position_ids: from 0 at every row and, with isolated documents, at every document.
         trained_tokens: labels that count.
         padding: bool [rows, seq_len], positions that hold no token; None: there are none.
+        samples: how many begin on these rows.
     """
 
     input_ids: NDArray[np.int64]
@@ -36,131 +46,238 @@ class Batch:
     position_ids: NDArray[np.int64]
     trained_tokens: int
     padding: NDArray[np.bool_] | None
+    samples: int
 
 
-class PackedRows:
-    """The rows of a token store.
+class Rows:
+    """The rows of a run.
 
-    An epoch is all documents in an order drawn from (seed, epoch), end to end, cut into rows of `seq_len`.
-    The rows are trained on in an order of their own, so that a step does not hold neighbouring pieces of one
-    document. No token is left out, so the last row of an epoch ends in padding that is not trained on. A
-    document that does not fit goes on in the next row, without what came before. The label after a row's last
-    token is the first token of the row that follows in the stream. Without `pack` each document is cut by
-    itself, and its last row ends in padding.
+    An epoch is the samples that `Mixture` draws for it, laid on rows (`packing.lay_out`), and the rows are
+    trained on in an order of their own, so that a step does not hold neighbouring pieces of one document. A
+    step never crosses the end of an epoch: the last one of an epoch is filled up with rows of padding.
+
+    On the rows a sample that does not fit goes on in the next one, without what came before; the label of the
+    row's last token is then the first token of that row.
 
     Args:
-        isolate_documents: no label is predicted across a document's end (the end-of-text token predicts
-            nothing), and positions restart, which is how the attention masks of transformers recognise packed
-            documents.
+        stores: one for each entry of `data.files`.
+        data: `isolate_documents`: no label is predicted across a document's end (the end-of-text token
+            predicts nothing), and positions restart, which is how the attention masks of transformers
+            recognise packed documents.
+
+    Raises:
+        DataError: there is nothing to train on, or a sample is too long where `data.too_long` is error.
+        ConfigError: `data.weights` leave an epoch empty.
     """
 
     def __init__(
-        self, store: TokenStore, *, seq_len: int, seed: int, isolate_documents: bool, pack: bool = True
+        self, stores: Sequence[TokenStore], data: DataConfig, *, rows_per_step: int, seed: int
     ) -> None:
-        self.store, self.seq_len, self.seed, self.isolate_documents = store, seq_len, seed, isolate_documents
-        self.pack = pack
-        self._lengths = np.diff(store.offsets)  # of the documents, on the rows of an epoch
-        if not pack:
-            self._lengths = -(-self._lengths // seq_len) * seq_len
-        self.rows_per_epoch = -(-int(self._lengths.sum()) // seq_len)
-        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # a step may lie across the end of an epoch
-        self._row_order = lru_cache(maxsize=2)(self._draw_rows)
+        self.stores, self.rows_per_step, self.seq_len = stores, rows_per_step, data.seq_len
+        self.packing = _packing(data, stores)
+        self._data, self._seed = data, seed
+        self._fits = [self._fit(store) for store in stores]
+        self._documents = np.concatenate([each.documents for each in self._fits])
+        self._lengths = np.concatenate([each.lengths for each in self._fits])
+        counts = [each.documents.size for each in self._fits]
+        self._entry_ends = np.cumsum(counts)
+        self._weights = data.weights or [1.0] * len(stores)
+        self._mixture = Mixture(counts, self._weights, seed)
+        self._epoch = lru_cache(maxsize=1)(self._lay_out)
+        self._order = lru_cache(maxsize=1)(self._draw_rows)
+        self._check_not_empty()
+        self._first_steps = [0]  # of epochs, as far as they are known
 
     @property
     def fingerprint(self) -> str:
         """Changes with the tokens of the documents; neither with `seq_len` nor with the seed."""
-        return self.store.index.fingerprint
+        return hashlib.sha256(json.dumps([store.fingerprint for store in self.stores]).encode()).hexdigest()
 
-    def row_ids(self, step: int, rows: int) -> NDArray[np.int64]:
-        """int64 [rows, 2]: epoch, and row within it, of each row of a step."""
-        numbers = np.arange(step * rows, (step + 1) * rows, dtype=np.int64)
-        epochs, places = np.divmod(numbers, self.rows_per_epoch)
-        drawn = [self._row_order(epoch)[place] for epoch, place in zip(epochs.tolist(), places, strict=True)]
-        return np.stack([epochs, np.array(drawn, np.int64)], axis=1)
+    def total_steps(self, epochs: float) -> int:
+        """Steps that so many epochs take, at least 1."""
+        whole, rest = int(epochs), epochs - int(epochs)
+        steps = self._first_step(whole)
+        if rest:
+            steps += round(rest * (self._first_step(whole + 1) - steps))
+        return max(1, steps)
 
-    def batch(self, step: int, rows: int) -> Batch:
-        """Rows `step * rows` to `(step + 1) * rows` of the endless sequence of epochs."""
-        shape = (rows, self.seq_len)
-        input_ids = np.full(shape, self.store.index.end_of_text_id, np.int64)
-        labels = np.full(shape, NOT_TRAINED, np.int64)
-        position_ids = np.empty(shape, np.int64)
-        padding = np.zeros(shape, np.bool_)
-        for i, (epoch, row) in enumerate(self.row_ids(step, rows).tolist()):
-            stream, begins = self._read(epoch, row)
-            length = min(self.seq_len, stream.size)
-            input_ids[i, :length] = stream[:length]
-            labels[i, : stream.size - 1] = stream[1:]
-            padding[i, length:] = True
-            position_ids[i] = np.arange(self.seq_len)
-            if self.isolate_documents:
-                labels[i, begins[begins > 0] - 1] = NOT_TRAINED
-                restarts = np.append(begins[begins < length], length)  # padding is a document of its own
-                position_ids[i] -= _last_restart(restarts, self.seq_len)
-        trained_tokens = int(np.count_nonzero(labels != NOT_TRAINED))
-        return Batch(input_ids, labels, position_ids, trained_tokens, padding if padding.any() else None)
+    def epochs(self, steps: int) -> float:
+        """Epochs that are done after so many steps, at least 1."""
+        epoch, step = self._locate(steps - 1)
+        return epoch + (step + 1) / (self._first_step(epoch + 1) - self._first_step(epoch))
 
-    def documents(self, epoch: int) -> NDArray[np.int64]:
-        """The documents in the order of an epoch."""
-        return self._epoch(epoch)[0]
+    def rows_of_step(self, step: int) -> tuple[int, NDArray[np.int64]]:
+        """The epoch of a step, and its rows there; fewer than `rows_per_step` at the end of the epoch."""
+        epoch, number = self._locate(step)
+        begin = number * self.rows_per_step
+        return epoch, self._order(epoch)[begin : begin + self.rows_per_step]
 
-    def _draw_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents in order, and where each begins in the epoch's stream of tokens.
+    def samples(self, step: int) -> list[tuple[int, int]]:
+        """(entry, document) of all that have tokens on the rows of a step, in their order."""
+        layout, _, _, places = self._find(step)
+        return [self._document(number) for number in layout.samples[places].tolist()]
 
-        Sorting the raw output of the generator gives the same order with every version of numpy; it promises
-        that for `random_raw`, not for `permutation` (NEP 19).
-        """
-        order = self._permutation(epoch, self.store.index.documents, stream=0)
-        lengths = self._lengths[order]
-        begins = np.zeros(lengths.size, np.int64)
-        np.cumsum(lengths[:-1], out=begins[1:])
-        return order, begins
+    def where(self, step: int) -> list[str]:
+        """file:line of `samples`."""
+        return [self.stores[entry].where(document) for entry, document in self.samples(step)]
+
+    def batch(self, step: int) -> Batch:
+        """The rows of a step, counted from 0 over all epochs."""
+        layout, starts, row_of, places = self._find(step)
+        ids, filled = self._read(layout, starts, row_of, places)
+        begins = layout.begins[places] - starts[row_of]
+        following, shape = ids[:, 1:], (self.rows_per_step, self.seq_len)
+        labels = np.where(following & UNTRAINED, NOT_TRAINED, following.astype(np.int64))
+        columns = np.arange(self.seq_len)
+        position_ids = np.broadcast_to(columns, shape).copy()
+        if self._data.isolate_documents:
+            inside = begins > 0
+            labels[row_of[inside], begins[inside] - 1] = NOT_TRAINED
+            inside &= begins < self.seq_len
+            restarts = np.zeros(shape, np.int64)
+            restarts[row_of[inside], begins[inside]] = begins[inside]
+            ended = np.flatnonzero(filled < self.seq_len)  # padding is a document of its own
+            restarts[ended, filled[ended]] = filled[ended]
+            position_ids -= np.maximum.accumulate(restarts, axis=1)
+        padding = columns >= filled[:, np.newaxis]
+        return Batch(
+            (ids[:, :-1] & ~UNTRAINED).astype(np.int64),
+            labels,
+            position_ids,
+            trained_tokens=int(np.count_nonzero(labels != NOT_TRAINED)),
+            padding=padding if padding.any() else None,
+            samples=int(np.count_nonzero((begins >= 0) & (begins < self.seq_len))),
+        )
+
+    def describe(self) -> list[str]:
+        """What the first epoch holds, and what was left out, in lines for the user."""
+        layout, steps = self._epoch(0), self.total_steps(1)
+        tokens = np.bincount(self._entries(layout.samples), layout.lengths, len(self.stores))
+        padding = max(0.0, 1 - tokens.sum() / (layout.rows * self.seq_len))
+        lines = [
+            f"{layout.samples.size} samples on {layout.rows} rows of {self.seq_len} tokens (packing "
+            f"{self.packing}), {steps} steps an epoch; {100 * padding:.1f}% padding"
+        ]
+        cut, lost, dropped, untrained = self._left_out()
+        if cut:
+            lines.append(f"{cut} samples are longer than a row and are cut, by {lost} tokens in all")
+        if dropped:
+            lines.append(f"{dropped} samples are longer than a row and are left out")
+        if untrained:
+            lines.append(f"{untrained} samples have no token to train on within a row and are left out")
+        if len(self.stores) > 1:
+            shares = zip(self._data.files, self._weights, tokens / tokens.sum(), strict=True)
+            lines += [f"{name}: {100 * share:.1f}% of the tokens, weight {w:g}" for name, w, share in shares]
+        return lines
+
+    def _fit(self, store: TokenStore) -> Fit:
+        mode = "split" if self.packing == "stream" else self._data.too_long
+        if mode == "error":
+            too_long = np.flatnonzero(store.lengths > self.seq_len)
+            if too_long.size:
+                first = int(too_long[0])
+                raise DataError(
+                    f"{store.where(first)}: this sample has {store.lengths[first]} tokens, but a row "
+                    f"(data.seq_len) only {self.seq_len}, and so it is with {too_long.size} samples; raise "
+                    "data.seq_len, or set data.too_long to cut or drop"
+                )
+        return fit(store.lengths, store.first_trained, self.seq_len, cut=mode == "cut", drop=mode == "drop")
+
+    def _left_out(self) -> tuple[int, int, int, int]:
+        """Samples that are cut, tokens they lose, samples that are dropped, those without a trained token."""
+        each = [(fit.cut, fit.cut_tokens, fit.dropped, fit.untrained) for fit in self._fits]
+        cut, lost, dropped, untrained = map(sum, zip(*each, strict=True))
+        return cut, lost, dropped, untrained
+
+    def _check_not_empty(self) -> None:
+        if not self._documents.size:
+            _, _, dropped, untrained = self._left_out()
+            raise DataError(
+                f"0 trainable tokens: of {sum(store.documents for store in self.stores)} samples {untrained} "
+                f"have no token to train on within a row of {self.seq_len} tokens, and {dropped} are dropped "
+                "as longer than that; raise data.seq_len, or look at what is trained on"
+            )
+        if not self._epoch(0).rows:
+            raise ConfigError(
+                f"data.weights is {self._weights}, which rounds to no sample at all in the first epoch; "
+                "raise them"
+            )
+
+    def _lay_out(self, epoch: int) -> Layout:
+        samples = self._mixture.samples(epoch)
+        return lay_out(samples, self._lengths[samples], self.seq_len, self.packing)
 
     def _draw_rows(self, epoch: int) -> NDArray[np.int64]:
         """The rows of an epoch in the order in which they are trained on."""
-        return self._permutation(epoch, self.rows_per_epoch, stream=1)
+        return draw_order(self._seed, epoch, self._epoch(epoch).rows, stream=ROWS)
 
-    def _permutation(self, epoch: int, count: int, stream: int) -> NDArray[np.int64]:
-        """An order of `count` things, drawn from (seed, epoch, stream).
+    def _first_step(self, epoch: int) -> int:
+        """Steps of all epochs before this one; how many an epoch has can depend on its order."""
+        while len(self._first_steps) <= epoch:
+            rows = self._epoch(len(self._first_steps) - 1).rows
+            self._first_steps.append(self._first_steps[-1] + math.ceil(rows / self.rows_per_step))
+        return self._first_steps[epoch]
 
-        Sorting the raw output of the generator gives the same order with every version of numpy; it promises
-        that for `random_raw`, not for `permutation` (NEP 19).
+    def _locate(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and the step's number there."""
+        while self._first_steps[-1] <= step:
+            self._first_step(len(self._first_steps))
+        epoch = bisect_right(self._first_steps, step) - 1
+        return epoch, step - self._first_steps[epoch]
+
+    def _find(self, step: int) -> tuple[Layout, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The layout of a step's epoch, the first position of each of its rows, and the samples that have
+        tokens on them, in their order: row within the step, place in the layout.
         """
-        generator = np.random.Philox(key=np.array([self.seed, epoch], np.uint64), counter=stream << 192)
-        return np.argsort(generator.random_raw(count), kind="stable")
+        epoch, rows = self.rows_of_step(step)
+        layout = self._epoch(epoch)
+        starts = rows * self.seq_len
+        first = np.searchsorted(layout.begins, starts, "right") - 1
+        # In a stream the first token of the row that follows may be a label, whatever document it begins.
+        stops = starts + self.seq_len + (self.packing == "stream")
+        counts = np.searchsorted(layout.begins, stops, "left") - first
+        row_of = np.repeat(np.arange(rows.size), counts)
+        places = np.arange(row_of.size) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        return layout, starts, row_of, places
 
-    def _read(self, epoch: int, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tokens of a row and the one after it, and the positions among them where documents begin."""
-        order, begins = self._epoch(epoch)
-        start = row * self.seq_len
-        if not self.pack:
-            return self._read_document(order, begins, start)
-        stop = min(start + self.seq_len + 1, self.store.index.tokens)
-        stream = np.empty(stop - start, np.int64)
-        first = int(np.searchsorted(begins, start, "right")) - 1
-        last = int(np.searchsorted(begins, stop, "left"))
-        for document, begin in zip(order[first:last].tolist(), begins[first:last].tolist(), strict=True):
-            source, end = self.store.offsets[document : document + 2].tolist()
-            low, high = max(begin, start), min(begin + end - source, stop)
-            stream[low - start : high - start] = self.store.tokens[
-                source + low - begin : source + high - begin
-            ]
-        inside = begins[first:last] - start
-        return stream, inside[inside >= 0]
+    def _read(
+        self,
+        layout: Layout,
+        starts: NDArray[np.int64],
+        row_of: NDArray[np.int64],
+        places: NDArray[np.int64],
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Tokens [rows_per_step, seq_len + 1] with the bit `UNTRAINED`, the one that follows each row among
+        them, and how many of `seq_len` each row has; where there are none, end-of-text with the bit.
+        """
+        ids = np.full((self.rows_per_step, self.seq_len + 1), self.stores[0].end_of_text_id, np.uint32)
+        ids |= UNTRAINED
+        begins, start = layout.begins[places], starts[row_of]
+        low = np.maximum(begins, start)
+        high = np.minimum(begins + layout.lengths[places], start + self.seq_len + 1)
+        numbers = layout.samples[places]
+        parts = (
+            self._entries(numbers),
+            self._documents[numbers],
+            row_of,
+            low - begins,
+            high - begins,
+            low - start,
+        )
+        for entry, document, row, first, last, column in zip(*(part.tolist() for part in parts), strict=True):
+            ids[row, column : column + last - first] = self.stores[entry].read(document, first, last)
+        filled = np.zeros(self.rows_per_step, np.int64)
+        np.maximum.at(filled, row_of, np.minimum(high - start, self.seq_len))
+        return ids, filled
 
-    def _read_document(
-        self, order: NDArray[np.int64], begins: NDArray[np.int64], start: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `_read`, of the one document that has the row that begins at `start`."""
-        at = int(np.searchsorted(begins, start, "right")) - 1
-        source, end = self.store.offsets[order[at] : order[at] + 2].tolist()
-        inside = start - int(begins[at])
-        stream = self.store.tokens[source + inside : min(source + inside + self.seq_len + 1, end)]
-        return stream.astype(np.int64), np.zeros(int(inside == 0), np.int64)
+    def _entries(self, numbers: NDArray[np.int64]) -> NDArray[np.intp]:
+        return np.searchsorted(self._entry_ends, numbers, "right")
+
+    def _document(self, number: int) -> tuple[int, int]:
+        return int(np.searchsorted(self._entry_ends, number, "right")), int(self._documents[number])
 
 
-def _last_restart(restarts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """For each position the nearest restart at or before it (0 if none)."""
-    found = np.zeros(length, np.int64)
-    inside = restarts[restarts < length]
-    found[inside] = inside
-    return np.maximum.accumulate(found)
+def _packing(data: DataConfig, stores: Sequence[TokenStore]) -> Packing:
+    if data.packing != "auto":
+        return data.packing
+    return "whole" if any(store.masked for store in stores) else "stream"

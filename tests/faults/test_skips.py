@@ -17,7 +17,7 @@ from support.runs import final_planes, make_run, records, snapshot_planes, train
 
 from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
-from tierstream.engine.data.rows import Batch, PackedRows
+from tierstream.engine.data.rows import Batch, Rows
 from tierstream.engine.gradients import GradientBuffers
 from tierstream.engine.metrics import PlanReport, StepMetrics
 from tierstream.engine.trainer import Trainer
@@ -45,13 +45,13 @@ def spoil_gradients(
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
     """The rows of these steps (from 1) are never seen; those that follow move up."""
-    batch = PackedRows.batch
+    batch = Rows.batch
 
-    def shifted(self: PackedRows, step: int, rows: int) -> Batch:
+    def shifted(self: Rows, step: int) -> Batch:
         kept = (number for number in itertools.count() if number + 1 not in steps)
-        return batch(self, next(itertools.islice(kept, step, None)), rows)
+        return batch(self, next(itertools.islice(kept, step, None)))
 
-    monkeypatch.setattr(PackedRows, "batch", shifted)
+    monkeypatch.setattr(Rows, "batch", shifted)
 
 
 def same(a: dict, b: dict) -> bool:

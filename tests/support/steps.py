@@ -18,6 +18,8 @@ def record(step: int, **changed: Any) -> StepMetrics:
         "lr": 1e-4,
         "skipped": False,
         "skipped_total": 0,
+        "epoch": step / 10,
+        "samples": 7,
         "tokens": 128,
         "trained_tokens": 100,
         "step_s": 0.5,

@@ -75,7 +75,7 @@ def test_a_run_from_its_file_to_its_export(run: Command, tmp_path: Path) -> None
     status, out, err = run("inspect", "run")
     assert (status, err) == (0, "")
     assert "checkpoints of steps 2, 4\n" in out
-    assert "  train.steps: 4  (default 100)\n" in out
+    assert "  train.steps: 4  (default null)\n" in out
     status, out, err = run("verify", "run")
     assert (status, err) == (0, "")
     assert out.endswith(": every checksum is right\n")

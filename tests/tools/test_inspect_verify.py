@@ -122,7 +122,7 @@ settings that are not the defaults:
   data.files: a.txt
   data.seq_len: 64  (default 1024)
   tiers.dram: 8 MiB  (default null)
-  train.steps: 7  (default 100)"""
+  train.steps: 7  (default null)"""
     )
 
 

@@ -24,11 +24,19 @@ OPTIONS = """\
 --model.dtype {bfloat16,float32} bfloat16
 --model.attention {auto,sdpa,eager,sinks} auto
 --data.files TEXT ... (required)
+--data.format {auto,text,prompt,alpaca,sharegpt,messages} auto
+--data.text-field TEXT text
+--data.train-on {answers,everything} answers
+--data.chat-template TEXT|null null
+--data.rewritten-turns {split,last,error} split
+--data.bad-lines {error,skip} error
 --data.tokenizer TEXT|null null
 --data.vocab-size INT 4096
 --data.seq-len INT 1024
 --data.isolate-documents {true,false} true
---data.pack {true,false} true
+--data.weights FLOAT ...|null null
+--data.packing {auto,stream,whole,none} auto
+--data.too-long {cut,drop,error,split} cut
 --optimizer.lr FLOAT 0.0001
 --optimizer.beta1 FLOAT 0.9
 --optimizer.beta2 FLOAT 0.95
@@ -63,7 +71,8 @@ OPTIONS = """\
 --moe.aux-loss-coef FLOAT|null null
 --moe.z-loss-coef FLOAT 0.0
 --moe.bias-update-rate FLOAT 0.0
---train.steps INT 100
+--train.steps INT|null null
+--train.epochs FLOAT|null null
 --train.rows-per-step INT 8
 --train.rows-per-chunk INT|null null
 --train.loss-chunk-tokens INT|null null
@@ -73,6 +82,7 @@ OPTIONS = """\
 --train.compile {true,false} false
 --train.deterministic {true,false} true
 --train.debug {true,false} false
+--train.log-samples {true,false} false
 --train.trace-steps INT 0
 --checkpoint.every-steps INT|null null
 --checkpoint.keep INT 2
