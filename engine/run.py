@@ -95,10 +95,7 @@ class Run:
         profile = load_profile(config.tiers)
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
-        rows = open_rows(
-            config.data, config.model, directory.data, vocab_size=hf_config.vocab_size,
-            rows_per_step=config.train.rows_per_step, seed=config.train.seed,
-        )  # fmt: skip
+        rows = _open_rows(config, directory, hf_config.vocab_size, callbacks)
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
         for line in explain_profile(config.tiers, profile):
             callbacks.on_event(line)
@@ -117,8 +114,6 @@ class Run:
             applied_updates=state["applied_updates"], trace=trace,
         )  # fmt: skip
         parts.callback(runtime.close)
-        for line in (*(store.origin for store in rows.stores), *rows.describe()):
-            callbacks.on_event(f"data: {line}")
         callbacks.on_event(f"state: {origin}")
         left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
         for line in explain_router_losses(config.moe, model):
@@ -266,6 +261,16 @@ class _RunIdentity:
 
     def write(self, run_id: str) -> None:
         durable.write_file(self._path, f"{run_id}\n".encode())
+
+
+def _open_rows(config: RunConfig, directory: RunDirectory, vocab_size: int, callbacks: Callbacks) -> Rows:
+    rows = open_rows(
+        config.data, config.model, directory.data, vocab_size=vocab_size,
+        rows_per_step=config.train.rows_per_step, seed=config.train.seed,
+    )  # fmt: skip
+    for line in (*(store.origin for store in rows.stores), *rows.describe()):
+        callbacks.on_event(f"data: {line}")
+    return rows
 
 
 def _total_steps(config: RunConfig, rows: Rows) -> int:
