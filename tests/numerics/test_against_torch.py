@@ -88,26 +88,3 @@ def test_row_chunks_and_loss_chunks_change_only_the_order_of_sums() -> None:
             assert outcome.loss == pytest.approx(whole.loss, rel=1e-6)
             for name, gradient in run.tensors("grad").items():
                 torch.testing.assert_close(gradient, expected[name], rtol=2e-5, atol=1e-8, msg=name)
-
-
-def test_steps_are_normalised_by_their_own_trained_tokens() -> None:
-    """1, 3, 40 and 200 trained tokens: the loss is the sum over the step's tokens, divided once (C01)."""
-    generator = torch.Generator().manual_seed(3)
-    counts = [1, 3, 40, 200]
-    ids = torch.randint(3, 259, (4, 200), generator=generator)
-    labels = torch.full_like(ids, -100)
-    for row, count in enumerate(counts):
-        labels[row, :count] = ids[row, :count]
-    positions = torch.arange(200).repeat(4, 1)
-    from tierstream.engine.sweep import Batch
-
-    assert int((labels != -100).sum()) == 244
-    setup = Setup(rows=4, seq_len=200, config=tiny_config(max_position_embeddings=256), loss_chunk_tokens=64)
-    plain = PlainTraining(setup)
-    batch = Batch(ids, labels, positions, 244)
-    loss, norm = plain.step(batch, 1e-2)
-    for rows in (1, 2, 4):
-        with rig(setup.but(rows_per_chunk=rows)) as run:
-            outcome = run.train([batch])[0]
-            assert outcome.loss == pytest.approx(loss, rel=1e-6)
-            assert outcome.verdict.grad_norm == pytest.approx(norm, rel=1e-5)

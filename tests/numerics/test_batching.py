@@ -1,0 +1,157 @@
+"""The same samples give the same update however they are laid on rows and cut into chunks, that of plain
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.rig import PlainTraining, Setup, rig, same_bits, tiny_config
+from support.token_stores import UNTRAINED, store_of
+
+from tierstream.engine.data.config import DataConfig
+from tierstream.engine.data.rows import Rows
+from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.sweep import Batch
+
+#: With so large an eps AdamW's first step is one of SGD, but for a factor: it does not blow rounding up.
+OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, clip_norm=None, weight_decay=0.0, schedule="constant")
+
+
+def setup(**changes: Any) -> Setup:
+    config = tiny_config(max_position_embeddings=512)
+    return Setup(config=config, optimizer=OPTIMIZER, loss_chunk_tokens=64, **changes)
+
+
+def samples(*trained: int) -> list[list[int]]:
+    """Documents with so many trained tokens each, after some that are not."""
+    random = np.random.default_rng(1)
+    made = []
+    for count in trained:
+        prompt = random.integers(3, 259, random.integers(1, 9)) | UNTRAINED
+        made.append([*prompt.tolist(), *random.integers(3, 259, count).tolist()])
+    return made
+
+
+def rows_over(documents: list[list[int]], rows_per_step: int, **data: Any) -> Rows:
+    return Rows([store_of(documents)], DataConfig(files=["a"], **data), rows_per_step=rows_per_step, seed=3)
+
+
+def on_torch(rows: Rows, step: int) -> Batch:
+    packed = rows.batch(step)
+    padding = None if packed.padding is None else torch.from_numpy(packed.padding)
+    tensors = map(torch.from_numpy, (packed.input_ids, packed.labels, packed.position_ids))
+    return Batch(*tensors, packed.trained_tokens, padding)
+
+
+def by_hand(documents: list[list[int]]) -> Batch:
+    """One sample a row, without anything of `Rows`."""
+    width = max(map(len, documents))
+    ids = torch.zeros((len(documents), width), dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    for row, document in enumerate(documents):
+        for column, token in enumerate(document):
+            ids[row, column] = token & ~UNTRAINED
+            if column and not token & UNTRAINED:
+                labels[row, column - 1] = token
+    positions = torch.arange(width).repeat(len(documents), 1)
+    return Batch(ids, labels, positions, int((labels != -100).sum()))
+
+
+def trained(made: Setup, steps: list[Batch]) -> tuple[list[float], dict, dict[str, torch.Tensor]]:
+    """Losses, durable planes, weights after all steps."""
+    made = made.but(rows=steps[0].input_ids.shape[0], seq_len=steps[0].input_ids.shape[1])
+    with rig(made) as run:
+        losses = [outcome.loss for outcome in run.train(steps)]
+        return losses, run.planes(), run.tensors()
+
+
+def check_against_plain(made: Setup, steps: list[Batch], reference: list[Batch]) -> None:
+    """Steps through the streamed runtime against those of autograd on samples of a row each."""
+    losses, _, weights = trained(made, steps)
+    plain = PlainTraining(made)
+    for loss, batch in zip(losses, reference, strict=True):
+        assert loss == pytest.approx(plain.step(batch, OPTIMIZER.lr)[0], rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, plain.masters[name].detach(), rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("packing", "rows", "seq_len", "chunk"),
+    [
+        ("none", 4, 224, 1), ("none", 4, 224, 2), ("none", 4, 224, 4), ("none", 7, 224, 3),
+        ("whole", 1, 272, 1), ("whole", 2, 224, 1), ("whole", 4, 224, 2), ("stream", 1, 272, 1),
+    ],
+)  # fmt: skip
+def test_one_update_in_every_batching(
+    packing: str, rows: int, seq_len: int, chunk: int, attention: str
+) -> None:
+    """1, 3, 40 and 200 trained tokens (C01); packed or not (C19)."""
+    documents = samples(1, 3, 40, 200)
+    made = rows_over(documents, rows, packing=packing, seq_len=seq_len)
+    assert made.total_steps(1) == 1
+    batch = on_torch(made, 0)
+    assert batch.trained_tokens == 244
+    check_against_plain(setup(attention=attention, rows_per_chunk=chunk), [batch], [by_hand(documents)])
+
+
+def test_short_steps_at_the_end_of_an_epoch() -> None:
+    """C13: 7 samples, 4 in a step, one at once, 2 epochs; each step is divided by its own tokens."""
+    documents = samples(4, 17, 1, 9, 30, 2, 11)
+    rows = rows_over(documents, 4, packing="none", seq_len=40)
+    numbers = [[document for _, document in rows.samples(step)] for step in range(rows.total_steps(2))]
+    assert [len(own) for own in numbers] == [4, 3, 4, 3]
+    assert sorted(numbers[0] + numbers[1]) == sorted(numbers[2] + numbers[3]) == list(range(7))
+    steps = [on_torch(rows, step) for step in range(4)]
+    reference = [by_hand([documents[number] for number in own]) for own in numbers]
+    assert [b.trained_tokens for b in steps] == [b.trained_tokens for b in reference]
+    assert sum(b.trained_tokens for b in steps) == 2 * 74
+    check_against_plain(setup(rows_per_chunk=1), steps, reference)
+
+
+def test_rows_of_padding_change_no_bit() -> None:
+    """The rows of a short step, with the padding that fills it up and without."""
+    rows = rows_over(samples(5, 9, 2), 4, packing="none", seq_len=24)
+    filled = on_torch(rows, 0)
+    tensors = (t[:3] for t in (filled.input_ids, filled.labels, filled.position_ids))
+    assert filled.padding is not None
+    assert filled.padding[3].all()
+    bare = Batch(*tensors, filled.trained_tokens, filled.padding[:3])
+    (loss, planes, _), (expected, others, _) = (
+        trained(setup(rows_per_chunk=1), [batch]) for batch in (filled, bare)
+    )
+    assert loss == expected
+    assert same_bits(planes, others) == []
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_samples_without_a_trained_token_take_no_part(place: int) -> None:
+    """C35: one good sample and three that are masked, the good one in each place."""
+    good, made = samples(12), setup(rows_per_chunk=1)
+    masked = [[token | UNTRAINED for token in document] for document in samples(3, 5, 7)]
+    mixed = rows_over([*masked[:place], *good, *masked[place:]], 4, packing="none", seq_len=24)
+    alone = rows_over(good, 4, packing="none", seq_len=24)
+    found, expected = (trained(made, [on_torch(rows, 0)]) for rows in (mixed, alone))
+    assert found[0] == expected[0]
+    assert same_bits(found[1], expected[1]) == []
+
+
+def test_every_chunk_of_a_step_counts(tmp_path: Path) -> None:
+    """C03, from drives: three chunks, the first without a trained token, in all six orders."""
+    documents = samples(1, 14, 20)
+    documents[0][-1] |= UNTRAINED
+    reference = by_hand(documents)
+    for number, order in enumerate(itertools.permutations(range(3))):
+        chosen = list(order)
+        batch = Batch(
+            reference.input_ids[chosen], reference.labels[chosen], reference.position_ids[chosen], 34
+        )
+        drive = tmp_path / str(number)
+        drive.mkdir()
+        check_against_plain(setup(rows_per_chunk=1, nvme=drive, dram=96 * 8192), [batch], [reference])
