@@ -82,7 +82,7 @@ def check_directories(needs: Iterable[tuple[PathLike, int]]) -> list[DirectoryIn
         name = os.path.abspath(path)
         device = _check_is_directory(name)
         need_of_drive[device] = need_of_drive.get(device, 0) + need_bytes
-        free_bytes = _check_free(name, need_of_drive[device])
+        free_bytes = check_free(name, need_of_drive[device])
         infos.append(
             DirectoryInfo(name, mounts.filesystem_of(name), device, free_bytes, _check_writable(name))
         )
@@ -103,7 +103,12 @@ def _check_is_directory(path: str) -> int:
     return status.st_dev
 
 
-def _check_free(path: str, need_bytes: int) -> int:
+def check_free(path: str, need_bytes: int) -> int:
+    """The free bytes of the drive of `path`, those for root not counted.
+
+    Raises:
+        StorageError: fewer than `need_bytes`.
+    """
     with storage_errors("looking at the free space of", path):
         usage = seam.current().statvfs(path)
     free_bytes = usage.f_bavail * usage.f_frsize
@@ -170,6 +175,10 @@ class DirectoryLock:
         text = np.zeros(_PID_NBYTES_MAX, dtype=np.uint8)
         count = transfer_some(Direction.READ, self._fd, self.path, text, 0)
         return text[:count].tobytes().decode(errors="replace").strip() or "unknown"
+
+    def fileno(self) -> int:
+        """For a child process that is to hold the directory as well: it is free when all have ended."""
+        return self._fd
 
     def release(self) -> None:
         """Lets go. The file stays: removing it would let two runs lock two files of that name."""

@@ -34,6 +34,7 @@ def store_of(
         masked=any(i & UNTRAINED for document in documents for i in document),
         documents=len(documents),
         tokens=sum(map(len, documents)),
-        shards=[len(shard) for shard in shards],
+        shards=[(len(shard), sum(map(len, shard))) for shard in shards],
+        places=[(0, 0)],
     )
-    return TokenStore(index, table, tokens.__getitem__, [(0, name)], origin="made up")
+    return TokenStore(index, table, tokens.__getitem__, [name], origin="made up")
