@@ -103,6 +103,12 @@ def load(cls: type[ConfigT], path: Path, changes: Mapping[str, Any] | None = Non
     return build(cls, given, f"{path} with the changes given" if changes else str(path))
 
 
+def dump_value(value: Any) -> str:
+    """One value as a run file has it, in one line."""
+    options: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "width": 10**6}
+    return yaml.dump(value, Dumper=_Dumper, **options).removesuffix("...\n").rstrip("\n")
+
+
 def dump(config: Any) -> str:
     """A run file that reads back as an equal configuration; every setting is in it, defaults included."""
     header = "# Every setting of this run, defaults included. `tierstream train` reads it.\n"

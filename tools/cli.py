@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": "RUN_OR_CHECKPOINT     check every byte of a checkpoint",
     "export": "RUN_OR_CHECKPOINT OUT write a model directory for transformers",
     "bench": "storage|copy|adam|... what this machine gives",
+    "convert-config": "DS_CONFIG.json  a run file from a DeepSpeed configuration",
     "doctor": "[DIRECTORY ...]       whether it will run well on this machine",
 }
 
@@ -74,13 +75,13 @@ def _dispatch(args: list[str]) -> int:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name}; {hint}")
-    status: int = importlib.import_module(f"tierstream.tools.{name}").main(args[1:])
+    status: int = importlib.import_module(f"tierstream.tools.{name.replace('-', '_')}").main(args[1:])
     return status
 
 
 def _usage() -> str:
     lines = ["usage: tierstream COMMAND ...", "", "Train language models larger than host memory.", ""]
-    lines += [f"  {name:8} {purpose}" for name, purpose in COMMANDS.items()]
+    lines += [f"  {name:14} {purpose}" for name, purpose in COMMANDS.items()]
     lines += ["", "`tierstream COMMAND --help` lists the options of a command."]
     return "\n".join(lines)
 
