@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from support.rig import tiny_config
 
 from tierstream.engine import config_file
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.checkpoint import CheckpointConfig
+from tierstream.engine.checkpoint import CheckpointConfig, checkpoints
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.machine import DEFAULT_TUNING
@@ -95,13 +97,27 @@ def train_file(path: str) -> None:
     train(config_file.load(RunConfig, Path(path)))
 
 
+def train_and_be_killed(path: str, step: int) -> None:
+    """As `train_file`, until the record of `step` is written; its checkpoint is not."""
+    from tierstream.engine.callbacks import Callback
+    from tierstream.engine.metrics import StepMetrics
+    from tierstream.engine.trainer import Trainer
+
+    class Kill(Callback):
+        def on_step(self, metrics: StepMetrics) -> None:
+            if metrics.step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer(config_file.load(RunConfig, Path(path)), [Kill()]).run()
+
+
 def records(config: RunConfig) -> list[dict]:
     return [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
 def final_planes(config: RunConfig) -> dict[tuple[str, str], np.ndarray]:
     """Durable planes of the newest checkpoint of this run."""
-    newest = Path(config.run_dir) / "checkpoints" / f"step-{config.train.steps:08d}"
+    _, newest = checkpoints(Path(config.run_dir) / "checkpoints")[-1]
     return snapshot_planes(Snapshot.open(newest))
 
 
