@@ -301,6 +301,7 @@ def build_runtime(
         config.moe,
         rows_per_chunk=config.train.rows_per_chunk or config.train.rows_per_step,
         loss_chunk_tokens=config.train.loss_chunk(model.config.vocab_size),
+        z_loss_coef=config.train.z_loss_coef,
         total_updates=total_updates,
         applied_updates=applied_updates,
         threads=update_threads(config),

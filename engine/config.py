@@ -41,6 +41,9 @@ class TrainConfig:
     """Rows that run through a layer at once; null: all of the step's."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at once; null: as many as 1 GiB of fp32 logits hold."""
+    z_loss_coef: float = 0.0
+    """Factor of the z-loss, the mean of logsumexp(logits)^2 over trained tokens, which keeps logits from
+    drifting; PaLM takes 1e-4. 0: none."""
     seed: int = 0
     """Seed of weights, shuffling and dropout."""
     device: str = "cpu"
@@ -80,6 +83,8 @@ class TrainConfig:
                 f"train.rows_per_chunk is {self.rows_per_chunk}; it must be between 1 and "
                 f"train.rows_per_step ({self.rows_per_step}), or null for all rows"
             )
+        if not 0 <= self.z_loss_coef < math.inf:
+            raise ConfigError(f"train.z_loss_coef is {self.z_loss_coef}; it must be a finite number >= 0")
         if not _DEVICE_NAME.fullmatch(self.device):
             raise ConfigError(
                 f"train.device is {self.device!r}; it must be cpu, cuda, or cuda:N (GPU number N)"

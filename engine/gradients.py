@@ -141,17 +141,17 @@ class GradientBuffers:
         with self._state:
             self._free[self._group_of[unit.name]].append((flat, poisoned))
 
-    def loss_and_sums_of_squares(self, loss: torch.Tensor) -> tuple[float, list[float]]:
-        """The step's loss (0-dim fp64) and the sums of squares of the units' gradients, in their order.
+    def losses_and_sums_of_squares(self, losses: torch.Tensor) -> tuple[list[float], list[float]]:
+        """The step's losses (fp64 [n]) and the sums of squares of the units' gradients, in their order.
 
         This is the one point of a step where the host waits for the device.
         """
         self._downloader.raise_failure()
-        values = torch.cat([loss.reshape(1), self._squares])
+        values = torch.cat([losses, self._squares])
         with self._trace.stall("verdict"):
             self._device.compute.record().synchronize()
-        first, *sums = values.tolist()
-        return first, sums
+        numbers = values.tolist()
+        return numbers[: len(losses)], numbers[len(losses) :]
 
     def wait_stored(self) -> None:
         """Wait until every closed gradient is in DRAM."""

@@ -1,11 +1,14 @@
-"""Final norm, output matrix and cross-entropy, in chunks of tokens: forward and backward at once.
+"""Final norm, output matrix and loss, in chunks of tokens: forward and backward at once.
+
+The loss is the cross-entropy and, where it is asked for, a multiple of the z-loss: the mean of
+logsumexp(logits)^2, which keeps the softmax's normaliser near 1 (PaLM, arXiv 2204.02311, section 5).
 
 The number of trained tokens of the step is known beforehand, so the loss of a chunk can be differentiated as
 soon as it is computed, and logits exist for one chunk only: never vocabulary x tokens in memory. Nothing of
 the head is recomputed.
 
-At its peak a chunk holds three fp32 values per logit (log-softmax, and two gradients of it), or, with a loss
-kernel that works in place, the logit alone.
+At its peak a chunk holds three fp32 values per logit (log-softmax, and two gradients of it), with the z-loss
+five, or, with a loss kernel that works in place, the logit alone.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from tierstream.engine.binding import Binding
 #: Label of a position that is not trained on.
 IGNORED = -100
 
-#: `kernel(logits, targets, trained_tokens)`: losses; see `liger_cross_entropy_`.
-LossKernel = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+#: `kernel(logits, targets, trained_tokens, z_coef)`: losses; see `liger_cross_entropy_`.
+LossKernel = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 #: Tensor that is differentiated -> what its gradient is added to.
 Sums = dict[torch.Tensor, torch.Tensor]
 
@@ -37,10 +40,13 @@ class Head:
             layer without bias, and the kernel is used.
         binding: places of the head unit's tensors in both.
         chunk_tokens: tokens whose logits exist at once.
+        z_coef: what the z-loss is multiplied with; 0: it is not computed.
     """
 
-    def __init__(self, norm: nn.Module, output: Any, binding: Binding, chunk_tokens: int) -> None:
-        self._norm = norm.forward
+    def __init__(
+        self, norm: nn.Module, output: Any, binding: Binding, chunk_tokens: int, z_coef: float = 0.0
+    ) -> None:
+        self._norm, self._z_coef = norm.forward, z_coef
         self._output, self._binding, self._chunk_tokens = output, binding, chunk_tokens
         self._loss_kernel: LossKernel | None = getattr(output, "loss_kernel", None)
 
@@ -52,7 +58,7 @@ class Head:
         trained_tokens: int,
         gradients: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy summed over trained tokens and divided once by their number.
+        """The losses, summed over trained tokens and divided once by their number.
 
         Args:
             weights: the head unit's tensors.
@@ -62,11 +68,12 @@ class Head:
             gradients: fp32 accumulators, one per tensor of the unit; added to.
 
         Returns:
-            (loss, 0-dim fp64; d loss / d hidden, in the shape and dtype of `hidden`).
+            (fp64 [2], cross-entropy and z-loss without its coefficient, 0 if that is 0; the gradient of
+            their weighted sum with respect to `hidden`, in its shape and dtype).
         """
         flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         grad_hidden = torch.empty_like(flat)
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
         used = self._binding.used
         leaves = list(weights)
         for index in used:
@@ -77,20 +84,27 @@ class Head:
             for start in range(0, flat.shape[0], self._chunk_tokens):
                 rows = slice(start, start + self._chunk_tokens)
                 part = flat[rows].detach().requires_grad_()
-                loss, grad_hidden[rows] = run_chunk(part, targets[rows], trained_tokens, sums)
-                total += loss
+                losses, grad_hidden[rows] = run_chunk(part, targets[rows], trained_tokens, sums)
+                total += losses
         return total, grad_hidden.view(hidden.shape)
 
     def _plain_chunk(
         self, part: torch.Tensor, targets: torch.Tensor, trained_tokens: int, sums: Sums
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        summed = F.cross_entropy(
-            self._output(self._norm(part)).float(), targets, ignore_index=IGNORED, reduction="sum"
-        )  # no name for the logits: they are gone before the gradient is taken
-        grad_part, *grads = torch.autograd.grad(summed / trained_tokens, [part, *sums])
+        # No name for the logits: they are gone before the gradient is taken.
+        losses = self._summed(self._output(self._norm(part)).float(), targets)
+        objective = losses[0] + self._z_coef * losses[1] if self._z_coef else losses[0]
+        grad_part, *grads = torch.autograd.grad(objective / trained_tokens, [part, *sums])
         for total, grad in zip(sums.values(), grads, strict=True):
             total.add_(grad)
-        return summed.detach().double() / trained_tokens, grad_part
+        return torch.stack(losses).detach().double() / trained_tokens, grad_part
+
+    def _summed(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross-entropy and z-loss over trained tokens, 0-dim each. `logits`: fp32 [tokens, vocabulary]."""
+        cross_entropy = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        if not self._z_coef:
+            return cross_entropy, torch.zeros_like(cross_entropy)
+        return cross_entropy, logits.logsumexp(-1).square().masked_fill(targets == IGNORED, 0.0).sum()
 
     def _fused_chunk(
         self, part: torch.Tensor, targets: torch.Tensor, trained_tokens: int, sums: Sums
@@ -100,7 +114,7 @@ class Head:
         normed = self._norm(part)
         with torch.no_grad():
             logits = normed @ weight.T
-            losses = self._loss_kernel(logits, targets, trained_tokens)
+            losses = self._loss_kernel(logits, targets, trained_tokens, self._z_coef)
             grad_logits = logits  # overwritten in place
             _add_product(sums[weight], grad_logits.T, normed)
             grad_normed = grad_logits @ weight
@@ -108,7 +122,7 @@ class Head:
         grad_part, *grads = torch.autograd.grad(normed, [part, *of_norm], grad_normed)
         for leaf, grad in zip(of_norm, grads, strict=True):
             sums[leaf].add_(grad)
-        return losses.sum(dtype=torch.float64), grad_part
+        return losses.sum(-1, dtype=torch.float64), grad_part
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

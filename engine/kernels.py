@@ -88,40 +88,47 @@ def _globals_restored(module: Any) -> Iterator[None]:
         vars(module).update(before)
 
 
-def liger_cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, trained_tokens: int) -> torch.Tensor:
-    """Cross-entropy and, in the place of the logits, its gradient: one kernel, no copy of the logits.
+def liger_cross_entropy_(
+    logits: torch.Tensor, targets: torch.Tensor, trained_tokens: int, z_coef: float
+) -> torch.Tensor:
+    """Losses and, in the place of the logits, their gradient: one kernel, no copy of the logits.
 
     The kernel is launched here and not by Liger's function, which waits for the device to count labels and
     rounds every loss to the type of the logits.
 
     Args:
-        logits: [tokens, vocabulary], bf16 or fp32, contiguous; overwritten by d (sum of losses) / d logits.
+        logits: [tokens, vocabulary], bf16 or fp32, contiguous; overwritten by the gradient of the sum of
+            cross-entropy + z_coef * logsumexp(logits)^2.
         targets: int64 [tokens]; -100 where nothing is trained.
         trained_tokens: what each loss, and so the gradient, is divided by.
 
     Returns:
-        fp32 [tokens]; 0 where nothing is trained.
+        fp32 [2, tokens]: cross-entropy and logsumexp(logits)^2; the latter 0 if `z_coef` is. Both are 0 where
+        nothing is trained.
     """
     import torch
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
     tokens, vocabulary = logits.shape
-    losses = torch.zeros(tokens, dtype=torch.float32, device=logits.device)
+    losses, z_losses = both = torch.zeros(2, tokens, dtype=torch.float32, device=logits.device)
     liger_cross_entropy_kernel[(tokens,)](
         X_ptr=logits, X_stride=logits.stride(0),
         Y_ptr=targets, Y_stride=targets.stride(0),
         loss_ptr=losses, loss_stride=losses.stride(0),
-        weight_ptr=None, z_loss_ptr=None,
+        weight_ptr=None, z_loss_ptr=z_losses,
         token_accuracy_ptr=None, token_accuracy_stride=0,
         predicted_tokens_ptr=None, predicted_tokens_stride=0,
         n_cols=vocabulary, n_non_ignore=trained_tokens,
         sum_non_ignore_weight=trained_tokens, weight_sum=0.0,
-        ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
-        RETURN_Z_LOSS=False, RETURN_TOKEN_ACCURACY=False, RETURN_PREDICTED_TOKENS=False,
+        ignore_index=-100, lse_square_scale=z_coef, label_smoothing=0.0, reduction="mean", softcap=None,
+        RETURN_Z_LOSS=z_coef > 0, RETURN_TOKEN_ACCURACY=False, RETURN_PREDICTED_TOKENS=False,
         HAS_WEIGHT=False, HAS_SOFTCAPPING=False, HAS_GRADIENTS=True,
         BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (vocabulary - 1).bit_length()), num_warps=32,
     )  # fmt: skip
-    return losses
+    if z_coef:  # the kernel gives the weighted sum, and the z-loss with its coefficient
+        losses -= z_losses
+        z_losses /= z_coef
+    return both
 
 
 def compile_layers(model: Any, *, deterministic: bool) -> None:

@@ -80,6 +80,8 @@ class StepMetrics:
     """
     router_z_loss: float | None = None
     """Mean of logsumexp(router logits)^2, before `moe.z_loss_coef`; likewise."""
+    z_loss: float | None = None
+    """Mean of logsumexp(logits)^2 over the trained tokens, before `train.z_loss_coef`; likewise."""
 
     def to_json(self) -> str:
         """One line. Not-a-number stays visible as the token `NaN` (`Infinity`, `-Infinity`).

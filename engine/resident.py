@@ -72,19 +72,23 @@ class ResidentModel:
         norm = self._decoder.norm
         binding = Binding(model, [norm, model.get_output_embeddings()], units.head)
         chunk_tokens = config.train.loss_chunk(hf_config.vocab_size)
-        self._head = Head(norm, model.get_output_embeddings(), binding, chunk_tokens)
+        self._head = Head(
+            norm, model.get_output_embeddings(), binding, chunk_tokens, config.train.z_loss_coef
+        )
         norm.forward = lambda hidden: hidden  # computed by the head, in chunks, together with the loss
         self._head_names = [tensor.name for tensor in units.head.tensors]
 
     def step(self, batch: Batch) -> float:
-        """Forward and backward; returns the mean loss over the trained tokens when all of it is done."""
+        """Forward and backward; returns the mean cross-entropy over the trained tokens when all of it is
+        done.
+        """
         for gradient in self._gradients.values():
             gradient.zero_()
         hidden = self._decoder(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
         ).last_hidden_state
         with torch.no_grad():
-            loss, grad = self._head.loss_and_gradient(
+            losses, grad = self._head.loss_and_gradient(
                 [self._parameters[name].detach() for name in self._head_names],
                 hidden.detach(),
                 batch.labels,
@@ -94,7 +98,7 @@ class ResidentModel:
         torch.autograd.backward(hidden, grad)
         if hidden.is_cuda:
             torch.cuda.synchronize(hidden.device)
-        return loss.item()
+        return losses[0].item()
 
     def grad_norm(self) -> float:
         """Global L2 norm of the last step's gradients, in fp64."""

@@ -226,6 +226,7 @@ class Run:
             loss=outcome.loss,
             router_aux_loss=outcome.router_losses.get("aux"),
             router_z_loss=outcome.router_losses.get("z"),
+            z_loss=outcome.z_loss,
             grad_norm=verdict.grad_norm,
             clip_factor=verdict.clip_factor,
             lr=verdict.lr,

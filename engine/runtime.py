@@ -64,11 +64,13 @@ class StepOutcome:
 
     Attributes:
         router_losses: `aux` and `z`, those that are added, without their coefficients.
+        z_loss: of the logits, without its coefficient; None: not added.
     """
 
     loss: float
     verdict: Verdict
     router_losses: Mapping[str, float] = field(default_factory=dict)
+    z_loss: float | None = None
 
 
 class Runtime:
@@ -76,7 +78,7 @@ class Runtime:
 
     Args:
         model: built by transformers, parameters on `meta`, buffers on the device; its forwards are replaced.
-        rows_per_chunk, loss_chunk_tokens: see `Sweep`.
+        rows_per_chunk, loss_chunk_tokens, z_loss_coef: see `Sweep`.
         total_updates: length of the learning-rate schedule. applied_updates: updates already in the planes.
         threads: CPU threads of the optimizer's kernel.
         trace: is told what lanes and threads do; given by those who want it recorded.
@@ -98,6 +100,7 @@ class Runtime:
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
+        z_loss_coef: float = 0.0,
         total_updates: int,
         applied_updates: int = 0,
         threads: int = 1,
@@ -128,11 +131,11 @@ class Runtime:
             device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
         self.experts = None if memory.expert_slots is None else self._expert_cache(*memory.expert_slots)
-        self._router_losses = router_losses(moe, model)
+        self._router_losses, self._z_loss_coef = router_losses(moe, model), z_loss_coef
         self._bias_update = BiasUpdate(model, moe.bias_update_rate)
         self._sweep = Sweep(
             model, units, device, self.uploader, self._gradients, self._stash, self.experts, trace,
-            rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens,
+            rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens, z_loss_coef=z_loss_coef,
             router_losses=self._router_losses,
         )  # fmt: skip
         self._uploads = self._sweep.uploads(self.updates.queue.wait, memory.group_of)
@@ -248,9 +251,11 @@ class Runtime:
             self._update_resident(pending)
         self._idle.begin_step()
         self.updates.queue.want_in_forward_order()
-        loss = self._sweep.run(plan, batch)
-        value, sums = self._gradients.loss_and_sums_of_squares(loss)
-        outcome = StepOutcome(value, self._conclude(sums, value), self._router_losses.values())
+        losses = self._sweep.run(plan, batch)
+        (loss, z_loss), sums = self._gradients.losses_and_sums_of_squares(losses)
+        verdict = self._conclude(sums, loss)
+        added = z_loss if self._z_loss_coef else None
+        outcome = StepOutcome(loss, verdict, self._router_losses.values(), added)
         if not outcome.verdict.skipped:
             self._bias_update.apply()
         return outcome

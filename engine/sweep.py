@@ -102,7 +102,7 @@ class Sweep:
         model: built by transformers, parameters on `meta`, buffers on the device.
         cache: where weights of experts come from; None: there are none.
         rows_per_chunk: rows that run through a layer at once.
-        loss_chunk_tokens: tokens whose logits exist at once.
+        loss_chunk_tokens, z_loss_coef: see `Head`.
         router_losses: added to the cross-entropy.
     """
 
@@ -119,6 +119,7 @@ class Sweep:
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
+        z_loss_coef: float,
         router_losses: RouterLosses,
     ) -> None:
         self._units, self._device, self._uploader = units, device, uploader
@@ -134,7 +135,7 @@ class Sweep:
         self._anchor = torch.zeros((), requires_grad=True)
         norm = _final_norm(model)
         self._head_binding = Binding(model, [norm, output], units.head)
-        self._head = Head(norm, output, self._head_binding, loss_chunk_tokens)
+        self._head = Head(norm, output, self._head_binding, loss_chunk_tokens, z_loss_coef)
         self._embedding_binding = Binding(model, [self._embedding], units.embed)
         self._layers = self._part_layers(model, cache)
         self._embedding_rows = type(self._embedding).forward.__get__(self._embedding)
@@ -196,7 +197,7 @@ class Sweep:
         """Forward, loss and backward of one step, enqueued; the gradients are on their way to their planes.
 
         Returns:
-            The mean cross-entropy over the step's trained tokens, 0-dim fp64 on the device.
+            Means over the step's trained tokens, fp64 [2] on the device: see `Head.loss_and_gradient`.
         """
         self._stash.begin_step()
         self._router_losses.begin_step(batch.padding)
@@ -207,7 +208,7 @@ class Sweep:
         weights = self._head_binding.tensors(self._take(self._head_use))
         sums = self._gradients.open(self._units.head).views()
         with torch.no_grad(), self._computing("head", self._units.head):
-            loss, grad = self._head.loss_and_gradient(
+            losses, grad = self._head.loss_and_gradient(
                 weights, hidden.detach(), batch.labels, batch.trained_tokens, sums
             )
         self._release(self._head_use)
@@ -215,7 +216,7 @@ class Sweep:
             self._gradients.close(self._units.head)
         torch.autograd.backward(hidden, grad)
         self._uploader.finish()
-        return loss
+        return losses
 
     def expert_tokens(self) -> list[dict[int, int]]:
         """Of each layer with experts, in the latest step: expert -> tokens, of those that had any."""

@@ -177,11 +177,11 @@ def test_the_verdict_gets_the_loss_and_the_sums_in_the_order_of_the_units(spoile
     scale = 2.0**60
     for index in reversed(range(4)):
         made.fill(index, spoiled if spoiled is not None and index == 2 else scale)
-    loss, sums = made.buffers.loss_and_sums_of_squares(torch.tensor(2.5, dtype=torch.float64))
+    losses, sums = made.buffers.losses_and_sums_of_squares(torch.tensor([2.5, 3.5], dtype=torch.float64))
     made.buffers.wait_stored()
     flats = [flat_of(unit, summed(some_gradients(i))).astype(np.float64) for i, unit in enumerate(UNITS)]
     expected = [float(np.sum((scale * flat) ** 2)) for flat in flats]
-    assert loss == 2.5
+    assert losses == [2.5, 3.5]
     for index, (found, right) in enumerate(zip(sums, expected, strict=True)):
         if spoiled is not None and index == 2:
             assert not np.isfinite(found)
@@ -196,7 +196,7 @@ def test_a_failed_download_is_told_to_whoever_comes_next() -> None:
     made.downloader.failure = OSError("no space")
     for ask in (
         lambda: made.buffers.open(UNITS[2]),
-        lambda: made.buffers.loss_and_sums_of_squares(torch.zeros((), dtype=torch.float64)),
+        lambda: made.buffers.losses_and_sums_of_squares(torch.zeros(2, dtype=torch.float64)),
         made.buffers.wait_stored,
     ):
         with pytest.raises(OSError, match="no space"):

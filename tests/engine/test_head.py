@@ -33,6 +33,7 @@ def run_head(
     chunk: int = 64,
     device: str = "cpu",
     sums_dtype: torch.dtype = torch.float32,
+    z_coef: float = 0.0,
 ) -> Result:
     """Loss, gradient of the hidden states, and gradients of the unit's tensors, which are added
     to something.
@@ -42,7 +43,7 @@ def run_head(
     norm, output, units = model.model.norm, model.lm_head, find_units(model)
     if kernel is not None:
         output.loss_kernel = kernel
-    head = Head(norm, output, Binding(model, [norm, output], units.head), chunk)
+    head = Head(norm, output, Binding(model, [norm, output], units.head), chunk, z_coef)
     parameters = dict(model.named_parameters())
     weights = [parameters[tensor.name].detach() for tensor in units.head.tensors]
     gradients = [
@@ -54,15 +55,16 @@ def run_head(
     labels[:, ::5] = -100
     trained = int((labels != -100).sum())
     with torch.no_grad():
-        loss, grad = head.loss_and_gradient(weights, hidden, labels.to(device), trained, gradients)
-    assert (loss.dtype, loss.dim(), grad.dtype, grad.shape) == (torch.float64, 0, dtype, hidden.shape)
+        losses, grad = head.loss_and_gradient(weights, hidden, labels.to(device), trained, gradients)
+    assert (losses.dtype, losses.shape, grad.dtype, grad.shape) == (torch.float64, (2,), dtype, hidden.shape)
     names = [tensor.name for tensor in units.head.tensors]
     sums = {name: total - THERE for name, total in zip(names, gradients, strict=True)}
-    return {"loss": loss, "hidden": grad, **sums}
+    return {"loss": losses[0], "z_loss": losses[1], "hidden": grad, **sums}
 
 
 def check_close(ours: Result, theirs: Result, bound: float) -> None:
-    assert ours["loss"].item() == pytest.approx(theirs["loss"].item(), rel=1e-5)
+    for name in ("loss", "z_loss"):
+        assert ours[name].item() == pytest.approx(theirs[name].item(), rel=1e-5)
     for name, expected in theirs.items():
         difference = (ours[name].double() - expected.double()).norm()
         assert difference <= bound * expected.double().norm(), name
@@ -76,12 +78,19 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("z_coef", [0.0, 0.3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_a_loss_kernel_gives_the_plain_gradients(dtype: torch.dtype, tied: bool) -> None:
-    check_close(
-        run_head(torch_cross_entropy_, dtype, tied=tied), run_head(None, dtype, tied=tied), BOUNDS[dtype]
-    )
+def test_a_loss_kernel_gives_the_plain_gradients(dtype: torch.dtype, tied: bool, z_coef: float) -> None:
+    plain = run_head(None, dtype, tied=tied, z_coef=z_coef)
+    check_close(run_head(torch_cross_entropy_, dtype, tied=tied, z_coef=z_coef), plain, BOUNDS[dtype])
+    assert (plain["z_loss"] > 0) == (z_coef > 0)
+
+
+def test_the_z_loss_leaves_the_cross_entropy_as_it_is() -> None:
+    without, added = (run_head(None, torch.bfloat16, tied=True, z_coef=z) for z in (0.0, 1e-3))
+    assert torch.equal(without["loss"], added["loss"])
+    assert not torch.equal(without["hidden"], added["hidden"])
 
 
 @pytest.mark.parametrize("kernel", [None, torch_cross_entropy_], ids=["plain", "kernel"])
@@ -99,13 +108,19 @@ def test_sums_in_the_weights_type_are_added_to() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("z_coef", [0.0, 0.3])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_ligers_kernel_gives_the_plain_gradients(dtype: torch.dtype, tied: bool, deterministic: None) -> None:
+def test_ligers_kernel_gives_the_plain_gradients(
+    dtype: torch.dtype, tied: bool, z_coef: float, deterministic: None
+) -> None:
     pytest.importorskip("liger_kernel")
-    fused = run_head(liger_cross_entropy_, dtype, tied=tied, device="cuda")
-    check_close(fused, run_head(None, dtype, tied=tied, device="cuda"), BOUNDS[dtype])
-    again = run_head(liger_cross_entropy_, dtype, tied=tied, device="cuda")
+
+    def run(kernel: LossKernel | None) -> Result:
+        return run_head(kernel, dtype, tied=tied, device="cuda", z_coef=z_coef)
+
+    fused, again = run(liger_cross_entropy_), run(liger_cross_entropy_)
+    check_close(fused, run(None), BOUNDS[dtype])
     assert all(torch.equal(fused[name], again[name]) for name in fused)
 
 

@@ -195,10 +195,10 @@ def test_a_step_that_is_skipped_is_none_for_any_expert(tmp_path: Path, mode: str
     with rig(made.but(nvme=tmp_path / "drive", dram=30 * made.page, faults_seed=2)) as run:
         found = train(run, [*steps(12)[3:], before])
         gradients = run.runtime._gradients
-        sums = gradients.loss_and_sums_of_squares
-        gradients.loss_and_sums_of_squares = lambda loss: (sums(loss)[0], [np.inf])  # type: ignore[method-assign]
+        sums = gradients.losses_and_sums_of_squares
+        gradients.losses_and_sums_of_squares = lambda loss: (sums(loss)[0], [np.inf])  # type: ignore[method-assign]
         assert run.train([bad])[0].verdict.skipped
-        gradients.loss_and_sums_of_squares = sums  # type: ignore[method-assign]
+        gradients.losses_and_sums_of_squares = sums  # type: ignore[method-assign]
         rest = train(run, [after, before])
     assert_same(Trained(found.outcomes + rest.outcomes, rest.planes, []), expected)
 

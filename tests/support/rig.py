@@ -117,6 +117,7 @@ class Setup:
     activations: str = "dram"
     rows_per_chunk: int = ROWS
     loss_chunk_tokens: int = 23
+    z_loss_coef: float = 0.0
     rows: int = ROWS
     seq_len: int = SEQ_LEN
     total_updates: int = 20
@@ -188,6 +189,7 @@ class Rig:
         self.runtime = Runtime(
             model, self.units, self.layout, self.plan, self.store, self.device, setup.optimizer, setup.moe,
             rows_per_chunk=setup.rows_per_chunk, loss_chunk_tokens=setup.loss_chunk_tokens,
+            z_loss_coef=setup.z_loss_coef,
             total_updates=setup.total_updates, applied_updates=setup.applied_updates,
             threads=setup.threads, trace=self.trace,
         )  # fmt: skip
