@@ -267,7 +267,7 @@ class _RunIdentity:
 def _open_rows(config: RunConfig, directory: RunDirectory, vocab_size: int, callbacks: Callbacks) -> Rows:
     rows = open_rows(
         config.data, config.model, directory.data, vocab_size=vocab_size,
-        rows_per_step=config.train.rows_per_step, seed=config.train.seed,
+        rows_per_step=config.train.rows_per_step, seed=config.train.seed, on_progress=callbacks.on_progress,
     )  # fmt: skip
     for line in (*(store.origin for store in rows.stores), *rows.describe()):
         callbacks.on_event(f"data: {line}")

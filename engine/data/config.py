@@ -70,6 +70,13 @@ class DataConfig:
     """What becomes of samples that are longer than a row, with packing whole or none. split, with none: they
     go on in the next row, without what came before."""
 
+    workers: int | None = None
+    """Processes that tokenise, at most; 0 or 1: none but the run's own. null: one for each core but one, and
+    none for a few MB."""
+
+    cache_dir: str | None = None
+    """Where tokens are kept; null: run_dir/data. Runs may share it: what one has tokenised others find."""
+
     def __post_init__(self) -> None:
         if not self.files or not all(self.files):
             raise ConfigError(
@@ -87,6 +94,10 @@ class DataConfig:
             raise ConfigError("data.tokenizer is empty; name a directory, or leave it out")
         if not self.text_field:
             raise ConfigError("data.text_field is empty; name the field of a record that holds the text")
+        if self.workers is not None and self.workers < 0:
+            raise ConfigError(f"data.workers is {self.workers}; it must be at least 0")
+        if self.cache_dir == "":
+            raise ConfigError("data.cache_dir is empty; name a directory, or leave it out")
         if self.chat_template == "":
             raise ConfigError("data.chat_template is empty; name a file, or leave it out")
 

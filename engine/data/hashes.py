@@ -18,6 +18,7 @@ from tierstream.engine.data.files import SourceFile, fingerprint_files
 from tierstream.io import durable
 from tierstream.io.errors import DataError
 
+HASHES_FILE = "hashes.json"
 SETTLED_SECONDS = 10.0
 #: Bytes that are hashed between two reports, after which they are remembered.
 BATCH_BYTES = 4 << 30
@@ -36,7 +37,8 @@ def fingerprint_remembered(
         DataError: a file cannot be read.
         StorageError: `memory` cannot be written.
     """
-    known = _load(memory)
+    remembered = _load(memory)
+    known = dict(remembered)
     seen = {path: _look(path) for path in paths}
     unread = [path for path in seen if known.get(str(path), [])[:3] != seen[path]]
     total, done = sum(seen[path][0] for path in unread), 0
@@ -48,7 +50,9 @@ def fingerprint_remembered(
             known[str(file.path)] = [*seen[file.path], file.sha256]
         done += sum(file.nbytes for file in hashed)
         kept = {path: entry for path, entry in known.items() if entry[1] < settled}
-        durable.write_file(memory, json.dumps(kept).encode())
+        if kept != remembered:
+            durable.write_file(memory, json.dumps(kept).encode())
+            remembered = kept
     return [SourceFile(path, known[str(path)][0], known[str(path)][3]) for path in paths]
 
 

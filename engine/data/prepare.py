@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from collections.abc import Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.data.files import find_files, fingerprint_files
+from tierstream.engine.data.files import find_files
+from tierstream.engine.data.hashes import HASHES_FILE, fingerprint_remembered
+from tierstream.engine.data.progress import Progress
 from tierstream.engine.data.rows import Rows
+from tierstream.engine.data.samples import Recipe
+from tierstream.engine.data.shards import TokenStore
+from tierstream.engine.data.tokenise import OnProgress, Tokeniser, not_told
 from tierstream.engine.data.tokenizer import has_tokenizer, load_tokenizer, train_tokenizer
-from tierstream.engine.data.tokens import TokenStore as TokenFiles
-from tierstream.engine.data.tokens import open_tokens
 from tierstream.engine.model_config import ModelConfig
+from tierstream.io import durable
 from tierstream.io.errors import ConfigError, DataError
 
 #: Kinds of layers, as transformers names them, in which documents of a row do not see each other.
@@ -24,51 +26,90 @@ _SEEN_BY_POSITIONS = {"full_attention", "sliding_attention", "chunked_attention"
 
 
 def open_rows(
-    data: DataConfig, model: ModelConfig, directory: Path, *, vocab_size: int, rows_per_step: int, seed: int
+    data: DataConfig,
+    model: ModelConfig,
+    directory: Path,
+    *,
+    vocab_size: int,
+    rows_per_step: int,
+    seed: int,
+    on_progress: OnProgress = not_told,
 ) -> Rows:
-    """Tokenise the training data of a run into `directory`, or reuse what is there.
+    """The rows of a run; see `open_data`."""
+    stores = open_data(data, model, directory, vocab_size=vocab_size, on_progress=on_progress)
+    return Rows(stores, data, rows_per_step=rows_per_step, seed=seed)
+
+
+def open_data(
+    data: DataConfig,
+    model: ModelConfig,
+    directory: Path,
+    *,
+    vocab_size: int,
+    on_progress: OnProgress = not_told,
+) -> list[TokenStore]:
+    """The tokens of a run, a store for each entry of `data.files`: made now, or found in the cache.
 
     Args:
+        directory: of the run's data; the cache too, where `data.cache_dir` names no other.
         vocab_size: rows of the model's embedding.
+        on_progress: told a few times a second at most.
 
     Raises:
         DataError, ConfigError: files, tokenizer or vocabulary that cannot be used.
-        StorageError: `directory` cannot be written.
+        StorageError: `directory` or the cache cannot be written.
     """
-    sources = fingerprint_files(find_files(data.files))
+    cache = directory if data.cache_dir is None else Path(os.path.abspath(data.cache_dir))
+    entries = _find_entries(data.files)
     chosen = tokenizer_directory(data, model, directory)
-    if chosen == directory / "tokenizer":
-        if data.vocab_size > vocab_size:
-            raise ConfigError(
-                f"data.vocab_size is {data.vocab_size}, but the embedding of the model has only {vocab_size} "
-                f"rows; lower it to at most {vocab_size}"
-            )
-        if not any(source.nbytes for source in sources):
+    trained = chosen == directory / "tokenizer"
+    if trained and data.vocab_size > vocab_size:
+        raise ConfigError(
+            f"data.vocab_size is {data.vocab_size}, but the embedding of the model has only {vocab_size} "
+            f"rows; lower it to at most {vocab_size}"
+        )
+    durable.make_directories(cache)
+    hashed = fingerprint_remembered(
+        list(chain.from_iterable(entries)),
+        cache / HASHES_FILE,
+        lambda done, total: on_progress(Progress("hashing data.files", done, total)),
+    )
+    if trained:
+        if not any(source.nbytes for source in hashed):
             raise DataError(
-                f"the {len(sources)} files of data.files hold no text: there is nothing to train on"
+                f"the {len(hashed)} files of data.files hold no text: there is nothing to train on"
             )
-        train_tokenizer(sources, data.vocab_size, chosen)
-    files = open_tokens(sources, load_tokenizer(chosen), directory / "tokens", vocab_size=vocab_size)
-    store: Any = _TextFiles(files, [str(source.path) for source in sources if source.nbytes])
-    return Rows([store], dataclasses.replace(data, weights=None), rows_per_step=rows_per_step, seed=seed)
+        train_tokenizer(hashed, data.vocab_size, chosen)
+    tokenizer = load_tokenizer(chosen)
+    tokeniser = Tokeniser(
+        recipe=Recipe.of(data, chosen, tokenizer),
+        tokenizer=tokenizer,
+        cache=cache,
+        vocab_size=vocab_size,
+        workers=data.workers,
+        on_progress=on_progress,
+    )
+    files = iter(hashed)
+    return [
+        tokeniser.open(list(islice(files, len(entry))), name)
+        for entry, name in zip(entries, data.files, strict=True)
+    ]
 
 
-class _TextFiles:
-    """Documents of plain text, as rows read them."""
-
-    def __init__(self, files: TokenFiles, paths: list[str]) -> None:
-        self.fingerprint, self.end_of_text_id = files.index.fingerprint, files.index.end_of_text_id
-        self.documents, self.origin, self.masked = files.index.documents, files.origin, False
-        self.lengths = np.diff(files.offsets)
-        self.first_trained = np.ones_like(self.lengths)
-        self._tokens, self._offsets, self._paths = files.tokens, files.offsets, paths
-
-    def read(self, document: int, start: int, stop: int) -> NDArray[np.uint32]:
-        begin, end = self._offsets[document : document + 2]
-        return self._tokens[begin + start : min(begin + stop, end)]
-
-    def where(self, document: int) -> str:
-        return f"{self._paths[document]}:1"
+def _find_entries(names: Sequence[str]) -> list[list[Path]]:
+    """The files of each entry of `data.files`, without those of entries before."""
+    seen: set[Path] = set()
+    entries = []
+    for name in names:
+        entry = [path for path in find_files([name]) if path not in seen]
+        if not entry:
+            raise DataError(
+                f"data.files: entries before {name!r} have all of its files; leave it out (data.weights says "
+                "how often files are seen)"
+            )
+        seen.update(entry)
+        entries.append(entry)
+    return entries
 
 
 def check_packing(data: DataConfig, hf_config: Any) -> None:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from support.runs import VOCABULARY, make_run
 
-from tierstream.engine.data.prepare import open_rows
+from tierstream.engine.data.prepare import open_data
 
 
 def row_ids(folder: Path) -> np.ndarray:
     config = make_run(folder)
-    rows = open_rows(config.data, config.model, folder / "data", vocab_size=VOCABULARY, seed=3)
-    return np.concatenate([rows.batch(step, 4).input_ids for step in range(6)])
+    (first, second) = open_data(config.data, config.model, folder / "data", vocab_size=VOCABULARY)
+    return np.concatenate([store.read(0, 0, store.tokens) for store in (first, second)])
 
 
 def refuse_processes(monkeypatch: pytest.MonkeyPatch) -> None:
