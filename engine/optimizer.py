@@ -34,14 +34,19 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled decay of tensors with two or more dimensions; norms and biases are never decayed."""
+    no_decay: list[str] | None = None
+    """Parameters that are not decayed either, by name patterns such as model.embed_tokens.* or *.router.*"""
     clip_norm: float | None = 1.0
     """Global L2 norm that gradients are scaled down to; null: no clipping."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning rate after warm-up, over the run's steps."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up, over the run's steps. wsd (warm-up, stable, decay): constant
+    until `decay_steps` before the end, then linear."""
     warmup_steps: int = 0
     """Updates over which the learning rate rises linearly from 0."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the end of the run, as a share of `lr` (linear, cosine)."""
+    """Learning rate at the end of the run, as a share of `lr` (linear, cosine, wsd)."""
+    decay_steps: int | None = None
+    """Updates of the decay of wsd; null: a tenth of the run."""
     master: Literal["split", "fp32"] = "split"
     """How the fp32 master of a bf16 weight is kept: its 16 low bits (12 B/param in all) or a full copy (14
     B/param).
@@ -73,12 +78,18 @@ class OptimizerConfig:
             ("clip_norm", self.clip_norm is None or self.clip_norm > 0, "> 0, or null for no clipping"),
             ("warmup_steps", self.warmup_steps >= 0, ">= 0"),
             ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]"),
+            ("decay_steps", self.decay_steps is None or self.decay_steps >= 1, ">= 1, or null"),
             ("threads", self.threads is None or self.threads >= 1, ">= 1, or null"),
             ("max_skipped_in_a_row", self.max_skipped_in_a_row >= 1, ">= 1"),
         ]
         for key, good, limit in checks:
             if not good:
                 raise ConfigError(f"optimizer.{key} is {getattr(self, key)}; it must be {limit}")
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ConfigError(
+                f"optimizer.decay_steps is {self.decay_steps} and optimizer.schedule is {self.schedule}; it "
+                "belongs to the schedule wsd"
+            )
         if self.clip_norm is not None and not self.check_finite:
             raise ConfigError(
                 f"optimizer.check_finite is false and optimizer.clip_norm is {self.clip_norm}: clipping "
@@ -106,15 +117,34 @@ def learning_rate(config: OptimizerConfig, applied_updates: int, total_updates: 
     """Learning rate of the next update after `applied_updates` of `total_updates`.
 
     Warm-up: update `i` (from 0) uses `lr * (i + 1) / (warmup_steps + 1)`, so no update is spent at 0.
+    wsd: MiniCPM, arXiv 2404.06395, section 4; with the linear decay of arXiv 2405.18392.
     """
     if applied_updates < config.warmup_steps:
         return config.lr * (applied_updates + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return config.lr
-    span = max(1, total_updates - config.warmup_steps)
-    progress = min(1.0, (applied_updates - config.warmup_steps) / span)
-    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    begin = config.warmup_steps
+    if config.schedule == "wsd":
+        begin = max(begin, total_updates - decay_updates(config, total_updates))
+    span = max(1, total_updates - begin)
+    progress = min(1.0, max(0, applied_updates - begin) / span)
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def decay_updates(config: OptimizerConfig, total_updates: int) -> int:
+    """Updates of the decay of wsd."""
+    return config.decay_steps or -(-total_updates // 10)
+
+
+def check_schedule(config: OptimizerConfig, total_updates: int) -> None:
+    """Raises ConfigError: the run is too short for warm-up and decay of wsd."""
+    decay = decay_updates(config, total_updates)
+    if config.schedule == "wsd" and config.warmup_steps + decay > total_updates:
+        raise ConfigError(
+            f"optimizer.warmup_steps is {config.warmup_steps} and the decay of wsd takes {decay} updates, "
+            f"but the run has {total_updates} steps; lower optimizer.warmup_steps or optimizer.decay_steps"
+        )
 
 
 @dataclass(frozen=True, slots=True)

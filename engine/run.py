@@ -24,6 +24,7 @@ from tierstream.engine.expert_picture import expert_picture
 from tierstream.engine.expert_use import NO_COUNTS, ExpertStep
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import RunSummary, StepMetrics
+from tierstream.engine.optimizer import check_schedule
 from tierstream.engine.plan import page_warning
 from tierstream.engine.plan_report import describe_plan
 from tierstream.engine.router_bias import saved_biases
@@ -87,7 +88,9 @@ class Run:
             checkpoint.check_same_run(state["settings"], settings, config.checkpoint.allow_changed)
         directory.write_config(config)
         identity.write(state["run_id"])
-        units = find_units(model, experts_apart=config.moe.experts_apart)
+        units = find_units(
+            model, experts_apart=config.moe.experts_apart, no_decay=config.optimizer.no_decay or ()
+        )
         device = Device(config.train.device)
         plan, layout = assemble.plan_run(config, units, hf_config, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
@@ -97,6 +100,7 @@ class Run:
         paths = assemble.check_paths(config)
         rows = _open_rows(config, directory, hf_config.vocab_size, callbacks)
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
+        check_schedule(config.optimizer, _total_steps(config, rows))
         for line in explain_profile(config.tiers, profile):
             callbacks.on_event(line)
         known = known_drives(config.tiers, profile)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierstream.io.errors import ModelSourceError
+from tierstream.io.errors import ConfigError, ModelSourceError
 from tierstream.tiered.layout import Layout, PlaneSpec, TensorSpec, Unit, pack_unit
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -110,14 +111,16 @@ def tensors_by_part(model: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[U
             yield from ((unit, part) for part in (spec.parts() if whole_stack else (spec,)))
 
 
-def find_units(model: Any, *, experts_apart: bool = True) -> ModelUnits:
+def find_units(model: Any, *, experts_apart: bool = True, no_decay: Sequence[str] = ()) -> ModelUnits:
     """Units of a causal language model built by transformers (on any device, `meta` included).
 
     Args:
         experts_apart: each expert is a unit; else those of a layer are part of it.
+        no_decay: patterns of parameters that are not decayed besides those of one dimension.
 
     Raises:
         ModelSourceError: the model has no decoder layers, or parameters that tierstream cannot stream yet.
+        ConfigError: no parameter has a name that fits a pattern.
     """
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
@@ -127,7 +130,7 @@ def find_units(model: Any, *, experts_apart: bool = True) -> ModelUnits:
         raise ModelSourceError(
             f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
         )
-    packer = _Packer(model, experts_apart)
+    packer = _Packer(model, experts_apart, _matching(model, no_decay))
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
     of_embedding = list(embedding.parameters())
     outside = [
@@ -147,11 +150,24 @@ def find_units(model: Any, *, experts_apart: bool = True) -> ModelUnits:
     )
 
 
-class _Packer:
-    """Makes units of a model's parameters."""
+def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Names of parameters that fit any of the patterns; each must fit one."""
+    names = [name for name, _ in model.named_parameters()]
+    found = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
+    for pattern, fitting in found.items():
+        if not fitting:
+            raise ConfigError(
+                f"optimizer.no_decay has {pattern!r}, and no parameter of {type(model).__name__} has such a "
+                f"name; they are like {names[0]} and {names[len(names) // 2]}"
+            )
+    return {name for fitting in found.values() for name in fitting}
 
-    def __init__(self, model: Any, experts_apart: bool) -> None:
-        self._kind, self._apart = type(model).__name__, experts_apart
+
+class _Packer:
+    """Makes units of a model's parameters. `no_decay`: names."""
+
+    def __init__(self, model: Any, experts_apart: bool, no_decay: Collection[str]) -> None:
+        self._kind, self._apart, self._no_decay = type(model).__name__, experts_apart, no_decay
         self._active = getattr(model.config, "num_experts_per_tok", None)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         modules = (experts_of(layer) for layer in model.get_decoder().layers)
@@ -210,7 +226,8 @@ class _Packer:
 
     def _decays(self, parameter: nn.Parameter) -> bool:
         """Matrices do; a stack of vectors is a matrix by accident."""
-        return parameter.dim() - (id(parameter) in self._stacks) >= 2
+        matrix = parameter.dim() - (id(parameter) in self._stacks) >= 2
+        return matrix and self._names[id(parameter)] not in self._no_decay
 
     def _dtype(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> str:
         kinds = {p.dtype for p in parameters}

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from tierstream.engine.optimizer import OptimizerConfig, judge, learning_rate
+from tierstream.engine.optimizer import OptimizerConfig, check_schedule, judge, learning_rate
 from tierstream.io.errors import ConfigError
 
 
@@ -34,6 +34,29 @@ def test_decay_equals_torchs_schedulers(schedule: str) -> None:
         )
         optimizer.step()
         scheduler.step()
+
+
+def test_wsd_warms_up_stays_and_decays() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=3, schedule="wsd", min_lr_ratio=0.2, decay_steps=4)
+    rates = [learning_rate(config, update, 12) for update in range(13)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 6, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize(("total", "decay"), [(100, 10), (95, 10), (3, 1)])
+def test_wsd_decays_over_a_tenth_of_the_run_if_nothing_else_is_said(total: int, decay: int) -> None:
+    config = OptimizerConfig(lr=1.0, schedule="wsd", min_lr_ratio=0.0)
+    rates = [learning_rate(config, update, total) for update in range(total)]
+    assert [rate == 1.0 for rate in rates].count(True) == total - decay + 1
+    assert rates[-1] == pytest.approx(1 / decay)
+
+
+def test_wsd_needs_room_for_warm_up_and_decay() -> None:
+    config = OptimizerConfig(schedule="wsd", warmup_steps=8, decay_steps=3)
+    check_schedule(config, 11)
+    with pytest.raises(ConfigError, match=r"warmup_steps is 8 .* takes 3 updates, but the run has 10 steps"):
+        check_schedule(config, 10)
+    with pytest.raises(ConfigError, match=r"decay_steps is 3 and optimizer\.schedule is cosine"):
+        OptimizerConfig(decay_steps=3)
 
 
 def test_the_norm_is_global_and_the_factor_is_torchs() -> None:

@@ -12,7 +12,7 @@ from support.families import MOE_FAMILIES, moe_config
 from support.rig import tiny_config
 
 from tierstream.engine.units import build_layout, find_units
-from tierstream.io.errors import ModelSourceError
+from tierstream.io.errors import ConfigError, ModelSourceError
 
 
 def meta(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -44,6 +44,42 @@ def test_only_matrices_are_decayed() -> None:
         left = units.not_decayed()
         assert any("norm" in name for name in left)
         assert any(("bias" in name) or ("q_norm" in name) for name in left)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_only_matrices_of_a_mixture_are_decayed(family: str, apart: bool) -> None:
+    """C15: norm classes of their own, q_norm and k_norm, biases of routers and of experts, sinks."""
+    model = meta(moe_config(family))
+    units = find_units(model, experts_apart=apart)
+    stacks = {
+        f"{n}.{leaf}" for n, m in model.named_modules() if hasattr(m, "_apply_gate") for leaf in m._parameters
+    }
+    matrices = {name for name, p in model.named_parameters() if p.dim() - (name in stacks) >= 2}
+    assert set(units.decayed()) == matrices
+    assert not [name for name in matrices if "norm" in name or name.endswith(("bias", "sinks"))]
+
+
+def test_patterns_spare_further_parameters() -> None:
+    model = meta(moe_config("qwen3_moe"))
+    everywhere, units = (
+        find_units(model),
+        find_units(model, no_decay=["model.embed_tokens.*", "*.experts.down_proj"]),
+    )
+    spared = {
+        name for name, _ in model.named_parameters() if "embed_tokens" in name or "experts.down" in name
+    }
+    assert len(spared) == 3
+    assert set(units.decayed()) == set(everywhere.decayed()) - spared
+    assert spared <= set(units.not_decayed())
+
+
+def test_a_pattern_that_fits_nothing_is_refused() -> None:
+    said = (
+        r"no_decay has 'embed_tokens\.\*', and no parameter of LlamaForCausalLM .* like model\.embed_tokens"
+    )
+    with pytest.raises(ConfigError, match=said):
+        find_units(meta(tiny_config()), no_decay=["*norm*", "embed_tokens.*"])
 
 
 def test_decay_runs_cover_every_element_once_with_the_rule_of_its_tensor() -> None:

@@ -144,7 +144,9 @@ class Rig:
         self.device = Device(setup.device, CopyFaults(faults) if faults is not None else None)
         model, hf_config = _meta(setup)
         setup.prepare(model)
-        self.units = find_units(model, experts_apart=setup.moe.experts_apart)
+        self.units = find_units(
+            model, experts_apart=setup.moe.experts_apart, no_decay=setup.optimizer.no_decay or ()
+        )
         tiers = TiersConfig(
             gpu=ByteSize(1 << 40) if setup.gpu_all else None if setup.gpu is None else ByteSize(setup.gpu),
             dram=None if setup.dram is None else ByteSize(setup.dram),

@@ -1,0 +1,48 @@
+"""C15: which tensors the decay moves, seen in their values: with gradients of zero nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.families import moe_config
+from support.rig import Rig, Setup, batches, rig, tiny_config
+
+from tierstream.engine.optimizer import OptimizerConfig
+
+LR, DECAY = 0.1, 0.1
+
+
+def with_zero_gradients(run: Rig) -> None:
+    gradients = run.runtime._gradients
+    close = gradients.close
+
+    def closing(unit: Any) -> None:
+        gradients._open[unit.name][0].flat.zero_()
+        close(unit)
+
+    gradients.close = closing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("no_decay", [None, ["*embed_tokens*", "*.mlp.*"]], ids=["rule", "patterns"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_exactly_the_matrices_shrink(family: str, no_decay: list[str] | None) -> None:
+    """Norms of any class, q_norm and k_norm, biases of routers and experts and sinks stay as they are."""
+    dense = family in ("llama", "qwen2", "qwen3")
+    config = tiny_config(family) if dense else moe_config(family)
+    optimizer = OptimizerConfig(lr=LR, weight_decay=DECAY, schedule="constant", no_decay=no_decay)
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    with rig(Setup(config=config, optimizer=optimizer, attention=attention)) as run:
+        before = run.tensors()
+        with_zero_gradients(run)
+        run.train(batches(1))
+        run.runtime.flush()
+        after, decayed = run.tensors(), run.units.decayed()
+    shrunk = [name for name in after if not torch.equal(after[name], before[name])]
+    assert sorted(shrunk) == sorted(decayed)
+    for name in shrunk:
+        torch.testing.assert_close(after[name], before[name] * (1 - LR * DECAY), rtol=2e-7, atol=0)
+        assert "norm" not in name
+        assert not name.endswith(("bias", "sinks"))
+        assert no_decay is None or not ("embed_tokens" in name or ".mlp." in name)
