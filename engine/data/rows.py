@@ -49,6 +49,21 @@ class Batch:
     samples: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What samples have on the rows of a step; arrays int64 [pieces], in the order of rows and columns.
+
+    Attributes:
+        rows: within the step. samples: their numbers.
+        begins, ends: columns of the whole sample; before 0 and beyond the row on other rows.
+    """
+
+    rows: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
 class Rows:
     """The rows of a run.
 
@@ -114,8 +129,8 @@ class Rows:
 
     def samples(self, step: int) -> list[tuple[int, int]]:
         """(entry, document) of all that have tokens on the rows of a step, in their order."""
-        layout, _, _, places = self._find(step)
-        return [self._document(number) for number in layout.samples[places].tolist()]
+        numbers = self._pieces(step).samples
+        return list(zip(self._entries(numbers).tolist(), self._documents[numbers].tolist(), strict=True))
 
     def where(self, step: int) -> list[str]:
         """file:line of `samples`."""
@@ -123,22 +138,18 @@ class Rows:
 
     def batch(self, step: int) -> Batch:
         """The rows of a step, counted from 0 over all epochs."""
-        layout, starts, row_of, places = self._find(step)
-        ids, filled = self._read(layout, starts, row_of, places)
-        begins = layout.begins[places] - starts[row_of]
-        following, shape = ids[:, 1:], (self.rows_per_step, self.seq_len)
+        pieces, shape = self._pieces(step), (self.rows_per_step, self.seq_len)
+        ids, filled = self._read(pieces)
+        following, columns = ids[:, 1:], np.arange(self.seq_len)
         labels = np.where(following & UNTRAINED, NOT_TRAINED, following.astype(np.int64))
-        columns = np.arange(self.seq_len)
         position_ids = np.broadcast_to(columns, shape).copy()
         if self._data.isolate_documents:
-            inside = begins > 0
-            labels[row_of[inside], begins[inside] - 1] = NOT_TRAINED
-            inside &= begins < self.seq_len
-            restarts = np.zeros(shape, np.int64)
-            restarts[row_of[inside], begins[inside]] = begins[inside]
-            ended = np.flatnonzero(filled < self.seq_len)  # padding is a document of its own
-            restarts[ended, filled[ended]] = filled[ended]
-            position_ids -= np.maximum.accumulate(restarts, axis=1)
+            inside = pieces.begins > 0
+            labels[pieces.rows[inside], pieces.begins[inside] - 1] = NOT_TRAINED
+            restarts = np.zeros((self.rows_per_step, self.seq_len + 1), np.int64)
+            restarts[pieces.rows[inside], pieces.begins[inside]] = pieces.begins[inside]
+            restarts[np.arange(self.rows_per_step), filled] = filled  # padding is a document of its own
+            position_ids -= np.maximum.accumulate(restarts[:, :-1], axis=1)
         padding = columns >= filled[:, np.newaxis]
         return Batch(
             (ids[:, :-1] & ~UNTRAINED).astype(np.int64),
@@ -146,7 +157,7 @@ class Rows:
             position_ids,
             trained_tokens=int(np.count_nonzero(labels != NOT_TRAINED)),
             padding=padding if padding.any() else None,
-            samples=int(np.count_nonzero((begins >= 0) & (begins < self.seq_len))),
+            samples=int(np.count_nonzero((pieces.begins >= 0) & (pieces.begins < self.seq_len))),
         )
 
     def describe(self) -> list[str]:
@@ -169,6 +180,14 @@ class Rows:
             shares = zip(self._data.files, self._weights, tokens / tokens.sum(), strict=True)
             lines += [f"{name}: {100 * share:.1f}% of the tokens, weight {w:g}" for name, w, share in shares]
         return lines
+
+    def left_out(self) -> list[str]:
+        """file:line of the samples that are never trained on: too long, or without a token to train on."""
+        return [
+            store.where(document)
+            for store, kept in zip(self.stores, self._fits, strict=True)
+            for document in np.setdiff1d(np.arange(store.documents), kept.documents).tolist()
+        ]
 
     def _fit(self, store: TokenStore) -> Fit:
         mode = "split" if self.packing == "stream" else self._data.too_long
@@ -225,59 +244,41 @@ class Rows:
         epoch = bisect_right(self._first_steps, step) - 1
         return epoch, step - self._first_steps[epoch]
 
-    def _find(self, step: int) -> tuple[Layout, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """The layout of a step's epoch, the first position of each of its rows, and the samples that have
-        tokens on them, in their order: row within the step, place in the layout.
-        """
+    def _pieces(self, step: int) -> _Pieces:
         epoch, rows = self.rows_of_step(step)
-        layout = self._epoch(epoch)
-        starts = rows * self.seq_len
+        layout, starts = self._epoch(epoch), rows * self.seq_len
         first = np.searchsorted(layout.begins, starts, "right") - 1
         # In a stream the first token of the row that follows may be a label, whatever document it begins.
         stops = starts + self.seq_len + (self.packing == "stream")
         counts = np.searchsorted(layout.begins, stops, "left") - first
         row_of = np.repeat(np.arange(rows.size), counts)
         places = np.arange(row_of.size) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        return layout, starts, row_of, places
+        begins = layout.begins[places] - starts[row_of]
+        return _Pieces(row_of, layout.samples[places], begins, begins + layout.lengths[places])
 
-    def _read(
-        self,
-        layout: Layout,
-        starts: NDArray[np.int64],
-        row_of: NDArray[np.int64],
-        places: NDArray[np.int64],
-    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    def _read(self, pieces: _Pieces) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Tokens [rows_per_step, seq_len + 1] with the bit `UNTRAINED`, the one that follows each row among
         them, and how many of `seq_len` each row has; where there are none, end-of-text with the bit.
         """
         ids = np.full((self.rows_per_step, self.seq_len + 1), self.stores[0].end_of_text_id, np.uint32)
         ids |= UNTRAINED
-        begins, start = layout.begins[places], starts[row_of]
-        low = np.maximum(begins, start)
-        high = np.minimum(begins + layout.lengths[places], start + self.seq_len + 1)
-        numbers = layout.samples[places]
-        parts = (
-            self._entries(numbers),
-            self._documents[numbers],
-            row_of,
-            low - begins,
-            high - begins,
-            low - start,
-        )
-        for entry, document, row, first, last, column in zip(*(part.tolist() for part in parts), strict=True):
-            ids[row, column : column + last - first] = self.stores[entry].read(document, first, last)
+        low, high = np.maximum(pieces.begins, 0), np.minimum(pieces.ends, self.seq_len + 1)
+        columns = (
+            self._entries(pieces.samples), self._documents[pieces.samples],
+            low - pieces.begins, high - pieces.begins, pieces.rows, low, high,
+        )  # fmt: skip
+        for entry, document, start, stop, row, begin, end in zip(*(c.tolist() for c in columns), strict=True):
+            ids[row, begin:end] = self.stores[entry].read(document, start, stop)
         filled = np.zeros(self.rows_per_step, np.int64)
-        np.maximum.at(filled, row_of, np.minimum(high - start, self.seq_len))
+        np.maximum.at(filled, pieces.rows, np.minimum(high, self.seq_len))
         return ids, filled
 
     def _entries(self, numbers: NDArray[np.int64]) -> NDArray[np.intp]:
         return np.searchsorted(self._entry_ends, numbers, "right")
 
-    def _document(self, number: int) -> tuple[int, int]:
-        return int(np.searchsorted(self._entry_ends, number, "right")), int(self._documents[number])
-
 
 def _packing(data: DataConfig, stores: Sequence[TokenStore]) -> Packing:
     if data.packing != "auto":
         return data.packing
-    return "whole" if any(store.masked for store in stores) else "stream"
+    plain = all(store.counts.by_format.keys() <= {"text"} and not store.masked for store in stores)
+    return "stream" if plain else "whole"

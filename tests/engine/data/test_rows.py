@@ -42,8 +42,9 @@ def rows_of(lengths: list[int], rows_per_step: int = 4, seed: int = 1, **keys: A
 
 def read(rows: Rows, layout: Layout, at: int) -> list[int]:
     """All tokens of a sample, with the bit."""
-    entry, document = rows._document(int(layout.samples[at]))
-    return rows.stores[entry].read(document, 0, int(layout.lengths[at])).tolist()
+    number = layout.samples[at]
+    store = rows.stores[int(rows._entries(number))]
+    return store.read(int(rows._documents[number]), 0, int(layout.lengths[at])).tolist()
 
 
 def oracle(rows: Rows, epoch: int, isolate: bool) -> list[list[Cell]]:
@@ -271,6 +272,8 @@ def test_packing_is_chosen_by_what_is_trained_on() -> None:
     plain, chat = store_of(documents_of([5])), store_of([masked(2, 3)])
     assert rows_over([plain]).packing == "stream"
     assert rows_over([plain, chat]).packing == "whole"
+    plain.counts.by_format["messages"] = 1  # trained on as a whole, but no text to be cut anywhere
+    assert rows_over([plain]).packing == "whole"
 
 
 def test_what_an_epoch_holds_is_said() -> None:
