@@ -30,7 +30,9 @@ class StepMetrics:
     gradient is.
     """
     clip_factor: float
-    """What the gradients were multiplied with; 1: not clipped."""
+    """What the gradients were multiplied with: `clip_norm / grad_norm` where the norm is above; 1: not
+    clipped.
+    """
     lr: float
     """Learning rate of this step's update."""
     skipped: bool
@@ -66,6 +68,8 @@ class StepMetrics:
     """Page uses that found their page in the tier."""
     cache_misses: dict[str, int] = field(default_factory=dict)
     """Page uses that had to fetch their page from the tier below."""
+    clip_norm: float | None = None
+    """`optimizer.clip_norm`, the limit of `grad_norm`; null: nothing is clipped."""
     sample_ids: list[str] | None = None
     """Samples that have tokens in this step, as file:line; with `train.log_samples`, and of skipped steps."""
     experts: ExpertStep | None = None
@@ -218,7 +222,7 @@ class DrivePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """What is known before step 0."""
+    """What is known before step 0; `plan.json`, of the process that ran last."""
 
     parameters: int
     tokens_per_step: int
@@ -232,11 +236,23 @@ class PlanReport:
     drives: tuple[DrivePlan, ...] = ()
     written_bytes_per_step: int = 0
     """What the drives must take in the steady state, at least: they wear by it."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+    """What the run runs on, versions too: name of a part -> what it is."""
+    started: str = ""
+    """When this process began with its first step: ISO 8601, UTC."""
 
     @property
     def bound(self) -> tuple[str, float] | None:
         """The resource that sets the bound, and its seconds per step."""
         return max(self.bound_s.items(), key=lambda item: item[1], default=None)
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanReport:
+        """Of `plan.json`. Raises ValueError, KeyError or TypeError if `text` is no such record."""
+        plain = json.loads(text)
+        tiers = tuple(TierPlan(**tier) for tier in plain.pop("tiers"))
+        drives = tuple(DrivePlan(**drive) for drive in plain.pop("drives"))
+        return cls(tiers=tiers, drives=drives, **plain)
 
 
 class MetricsWriter:

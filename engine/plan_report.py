@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from importlib.metadata import version
+
 from tierstream.engine import assemble
 from tierstream.engine.bound import plan_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive, machine_rates
+from tierstream.engine.machine_facts import describe_machine
 from tierstream.engine.metrics import DrivePlan, PlanReport, TierPlan
 from tierstream.engine.plan import Plan
 from tierstream.engine.runtime import Runtime
@@ -69,6 +73,8 @@ def describe_plan(
         bound_s=bound.seconds,
         drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
         written_bytes_per_step=bound.nvme_written_bytes,
+        machine=describe_machine() | {name: version(name) for name in ("transformers", "tierstream")},
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 

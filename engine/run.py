@@ -33,6 +33,7 @@ from tierstream.engine.run_directory import RunDirectory
 from tierstream.engine.run_trace import RunTrace
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.saving import Saver
+from tierstream.engine.step_notes import StepNotes
 from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Trace
 from tierstream.engine.units import find_units
@@ -62,13 +63,14 @@ class Run:
         self.config, self.callbacks, self.directory = config, callbacks, directory
         self.rows, self.runtime, self._tier = rows, runtime, tier
         self._experts, self._cache_before = runtime.expert_use(), NO_COUNTS
-        self._identity = {key: state[key] for key in ("run_id", "settings")}
+        self._identity = {key: state[key] for key in ("run_id", "settings", "dtypes")}
         self.step = int(state["step"])
         self.total_steps = _total_steps(config, rows)
         self._skipped_total: int = state["skipped_total"]
         self._skipped_in_a_row: int = state["skipped_in_a_row"]
         self.failure: TierstreamError | None = None
         self.summary = RunSummary()
+        self._notes = StepNotes(config.optimizer)
         self._saver = Saver(config.checkpoint, directory.checkpoints, runtime, callbacks)
         self._trace = RunTrace(config.train.trace_steps, runtime.trace, directory, callbacks, self.step)
         self._before = runtime.traffic()
@@ -123,12 +125,12 @@ class Run:
         for line in explain_router_losses(config.moe, model):
             callbacks.on_event(line)
         callbacks.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
-        run = cls(config, callbacks, directory, rows, runtime, tier, state | {"settings": settings})
-        callbacks.on_plan(
-            describe_plan(
-                config, units, layout, plan, runtime, tier, device, profile, run.step, run.total_steps
-            )
-        )
+        first, total = int(state["step"]), _total_steps(config, rows)
+        report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, first, total)
+        state |= {"settings": settings, "dtypes": dict(report.dtypes)}
+        run = cls(config, callbacks, directory, rows, runtime, tier, state)
+        directory.write_plan(report)
+        callbacks.on_plan(report)
         return run
 
     @property
@@ -161,8 +163,10 @@ class Run:
         self.summary.add(record)
         return record
 
-    def after_step(self) -> None:
+    def after_step(self, record: StepMetrics) -> None:
         """What is due once the record of a step is written."""
+        for line in self._notes.of(record, self._skipped_in_a_row):
+            self.callbacks.on_event(line)
         self._check_skips()
         self._saver.save_if_due(self.step, self._state, last=not self.goes_on)
 
@@ -233,6 +237,7 @@ class Run:
             z_loss=outcome.z_loss,
             grad_norm=verdict.grad_norm,
             clip_factor=verdict.clip_factor,
+            clip_norm=self.config.optimizer.clip_norm,
             lr=verdict.lr,
             skipped=verdict.skipped,
             skipped_total=self._skipped_total,

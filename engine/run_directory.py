@@ -3,6 +3,7 @@
     run_dir/
         config.yaml      every setting, defaults included; `tierstream train` reads it back
         run_id           tells this run's checkpoints from others
+        plan.json        the `PlanReport` of the process that ran last, written before its first step
         metrics.jsonl    one `StepMetrics` a line
         result.json      the `RunSummary`, written when the run ends
         trace.json       spans of `train.trace_steps` steps, if any
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstream.engine.config_file import dump
-from tierstream.engine.metrics import RunSummary
+from tierstream.engine.metrics import PlanReport, RunSummary
 from tierstream.io import durable
 from tierstream.io.drives import DirectoryLock
 from tierstream.io.errors import ConfigError, storage_errors
@@ -44,6 +45,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str], *, resume: bool) -> None:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
+        self.plan_path = self.path / "plan.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.result_path = self.path / "result.json"
         self.trace_path = self.path / "trace.json"
@@ -82,7 +84,14 @@ class RunDirectory:
         """`config` (the tree of dataclasses) to `config.yaml`. Raises StorageError."""
         durable.write_file(self.config_path, dump(config).encode())
 
+    def write_plan(self, plan: PlanReport) -> None:
+        """`plan` to `plan.json`, whole or not at all. Raises StorageError."""
+        self._write_json(self.plan_path, plan)
+
     def write_result(self, summary: RunSummary) -> None:
         """`summary` to `result.json`, whole or not at all. Raises StorageError."""
-        text = json.dumps(dataclasses.asdict(summary), indent=2)
-        durable.write_file(self.result_path, (text + "\n").encode())
+        self._write_json(self.result_path, summary)
+
+    def _write_json(self, path: Path, record: PlanReport | RunSummary) -> None:
+        text = json.dumps(dataclasses.asdict(record), indent=2)
+        durable.write_file(path, (text + "\n").encode())

@@ -38,7 +38,7 @@ class Trainer:
                 record = run.train_step()
                 metrics.write(record)
                 self.callbacks.on_step(record)
-                run.after_step()
+                run.after_step(record)
             run.finish()
         self.callbacks.on_end(run.summary)
         return run.summary

@@ -9,26 +9,34 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tierstream.engine.callbacks import Callback
+from tierstream.engine.data.progress import Progress
 from tierstream.engine.metrics import PlanReport, RunSummary, StepMetrics
+from tierstream.io.sizes import format_bytes
 from tierstream.tools.tables import WIDTH_COLUMNS, count, open_console, print_plan, print_summary
 
 _CLEAR_LINE = "\r\x1b[2K"
 #: A terminal is redrawn, and a file written to, at most once in so many seconds.
 _TERMINAL_INTERVAL_S = 0.1
 _FILE_INTERVAL_S = 2.0
+#: A preparation writes to a file at most once in so many seconds.
+_PROGRESS_INTERVAL_S = 10.0
 
 
 def step_line(metrics: StepMetrics, last_step: int, bound_s: float | None, columns: int | None = None) -> str:
     """One step in one line.
 
+    The norm is that before clipping; where it was clipped, the factor follows ("norm 2 x0.5").
+
     Args:
         bound_s: seconds that a step takes at least on this machine; None: not known.
         columns: most characters; what matters least is dropped first. None: no limit.
     """
+    clipped = f" x{metrics.clip_factor:.3g}" if metrics.clip_factor != 1 else ""
     parts = [
         f"{metrics.step}/{last_step}",
         f"loss {metrics.loss:#.4g}" if metrics.trained_tokens else "no trained token",
-        f"norm {metrics.grad_norm:.3g}",
+        *(f"{name} {value:.3g}" for name, value in _router_losses(metrics)),
+        f"norm {metrics.grad_norm:.3g}{clipped}",
         f"{count(metrics.tokens_per_s)} tok/s",
         f"{metrics.step_s:.3g} s",
     ]
@@ -36,6 +44,7 @@ def step_line(metrics: StepMetrics, last_step: int, bound_s: float | None, colum
         parts.insert(1, "SKIPPED")
     if bound_s is not None and metrics.step_s > 0:
         parts.append(f"{100 * bound_s / metrics.step_s:.0f}% bound")
+    parts.append(f"epoch {metrics.epoch:.2f}")
     cause, seconds = max(metrics.stall_s.items(), key=lambda item: item[1], default=("", 0.0))
     if metrics.step_s > 0 and seconds >= 0.005 * metrics.step_s:
         parts.append(f"wait {cause} {100 * seconds / metrics.step_s:.0f}%")
@@ -47,47 +56,111 @@ def step_line(metrics: StepMetrics, last_step: int, bound_s: float | None, colum
     return next(fitting, shorter[-1][:columns])
 
 
-class Progress:
-    """Prints steps: in place on a terminal, else a line now and then.
+def _router_losses(metrics: StepMetrics) -> list[tuple[str, float]]:
+    """Those that are computed."""
+    named = (("aux", metrics.router_aux_loss), ("z", metrics.router_z_loss))
+    return [(name, value) for name, value in named if value is not None]
 
-    The first step, skipped steps and the last one are always shown; in between at most ten a second on a
-    terminal, and one in two seconds elsewhere.
+
+def progress_line(progress: Progress, elapsed_s: float, columns: int | None = None) -> str:
+    """How far a preparation has come, in one line.
 
     Args:
-        last_step: the run's last step. bound_s: as in `step_line`.
+        elapsed_s: since it began.
+        columns: most characters; the time left and the rate are dropped first, then the name is cut. None:
+            no limit.
+    """
+    rate = progress.done / elapsed_s if elapsed_s > 0 else 0.0
+    is_bytes = progress.unit == "bytes"
+    shown = format_bytes if is_bytes else "{:,}".format
+    parts = [shown(progress.done) if is_bytes else f"{shown(progress.done)} {progress.unit}"]
+    if progress.total is not None:
+        percent = 100 * progress.done / max(1, progress.total)
+        parts = [f"{percent:.0f}%  {shown(progress.done)} of {shown(progress.total)}"]
+        parts[0] += "" if is_bytes else f" {progress.unit}"
+    if rate:
+        parts.append(f"{rate / 1e6:.3g} MB/s" if is_bytes else f"{count(rate)} {progress.unit}/s")
+        if progress.total is not None and progress.done < progress.total:
+            parts.append(f"{_duration((progress.total - progress.done) / rate)} left")
+    lines = ["  ".join([progress.what, *parts[:kept]]) for kept in range(len(parts), 0, -1)]
+    if columns is None:
+        return lines[0]
+    return next((line for line in lines if len(line) <= columns), lines[-1][:columns])
+
+
+def _duration(seconds: float) -> str:
+    """"42 s", "3 min", "2.5 h"."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
+
+
+class LiveLine:
+    """Prints steps and preparations: in place on a terminal, else a line now and then.
+
+    The first step, skipped steps and the last one are always shown; in between at most ten a second on a
+    terminal, and one in two seconds elsewhere. A preparation has a line in ten seconds elsewhere, so a short
+    one has none.
+
+    Args:
         clock: seconds, rising.
+
+    Attributes:
+        last_step: the run's last step. bound_s: as in `step_line`.
     """
 
     def __init__(
         self,
         stream: TextIO,
         *,
-        last_step: int,
+        last_step: int = 0,
         bound_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream, self._last_step, self._bound_s, self._clock = stream, last_step, bound_s, clock
+        self.last_step, self.bound_s = last_step, bound_s
+        self._stream, self._clock = stream, clock
         self._in_place = stream.isatty()
         self._interval_s = _TERMINAL_INTERVAL_S if self._in_place else _FILE_INTERVAL_S
         self._shown_at: float | None = None
         self._waiting: StepMetrics | None = None  # newer than what is shown
         self._line = ""  # the live line, as it stands on the terminal
+        self._preparing: tuple[str, float] | None = None  # what, and since when
+        self._progress_shown_at = 0.0
 
     def step(self, metrics: StepMetrics) -> None:
         """Show `metrics`, or keep it in case that it is the last."""
         now = self._clock()
         due = self._shown_at is None or now - self._shown_at >= self._interval_s
-        if due or metrics.skipped or metrics.step == self._last_step:
+        if due or metrics.skipped or metrics.step == self.last_step:
             self._shown_at = now
             self._show(metrics)
         else:
             self._waiting = metrics
 
+    def progress(self, progress: Progress) -> None:
+        """Show how far a preparation has come, if it is time to."""
+        now = self._clock()
+        if self._preparing is None or self._preparing[0] != progress.what:
+            self._preparing, self._progress_shown_at = (progress.what, now), now
+        elif now - self._progress_shown_at >= (self._interval_s if self._in_place else _PROGRESS_INTERVAL_S):
+            self._progress_shown_at = now
+            elapsed_s = now - self._preparing[1]
+            if self._in_place:
+                self._draw(progress_line(progress, elapsed_s, self._columns()))
+            else:
+                self._end_line(progress_line(progress, elapsed_s))
+
     def event(self, text: str) -> None:
-        """A line of its own; the live line goes on below it."""
-        line = self._line
+        """A line of its own; the live line of a step goes on below it."""
+        line = "" if self._preparing else self._line
         self._end_line(text)
         self._draw(line)
+
+    def prepared(self) -> None:
+        """Steps follow: the line of a preparation goes."""
+        if self._line:
+            self._write(_CLEAR_LINE)
+        self._line, self._preparing = "", None
 
     def close(self) -> None:
         """Leave the newest step on the screen, as a line."""
@@ -96,14 +169,16 @@ class Progress:
         if self._line:
             self._end_line(self._line)
 
+    def _columns(self) -> int:
+        """Of the terminal; one stays free: a full last column makes some terminals wrap."""
+        return min(WIDTH_COLUMNS, shutil.get_terminal_size((WIDTH_COLUMNS, 24)).columns) - 1
+
     def _show(self, metrics: StepMetrics) -> None:
         self._waiting = None
         if not self._in_place:
-            self._end_line(step_line(metrics, self._last_step, self._bound_s))
+            self._end_line(step_line(metrics, self.last_step, self.bound_s))
             return
-        width = min(WIDTH_COLUMNS, shutil.get_terminal_size((WIDTH_COLUMNS, 24)).columns)
-        # One column stays free: a full last column makes some terminals wrap.
-        line = step_line(metrics, self._last_step, self._bound_s, width - 1)
+        line = step_line(metrics, self.last_step, self.bound_s, self._columns())
         if metrics.skipped:
             self._end_line(line)
         else:
@@ -131,32 +206,32 @@ class ConsoleCallback(Callback):
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
         self._console = open_console(self._stream)
-        self._progress: Progress | None = None
+        self._live = LiveLine(self._stream)
+        self._planned = False
+
+    def on_progress(self, progress: Progress) -> None:
+        self._live.progress(progress)
 
     def on_plan(self, plan: PlanReport) -> None:
+        self._live.prepared()
         print_plan(self._console, plan)
-        bound_s = plan.bound[1] if plan.bound is not None else None
-        self._progress = Progress(self._stream, last_step=plan.last_step, bound_s=bound_s)
+        self._live.bound_s = plan.bound[1] if plan.bound is not None else None
+        self._live.last_step, self._planned = plan.last_step, True
 
     def on_step(self, metrics: StepMetrics) -> None:
-        if self._progress is None:
+        if not self._planned:
             raise RuntimeError("on_step before on_plan")
-        self._progress.step(metrics)
+        self._live.step(metrics)
 
     def on_event(self, text: str) -> None:
-        if self._progress is None:
-            self._console.print(text, soft_wrap=True)
-        else:
-            self._progress.event(text)
+        self._live.event(text)
 
     def on_end(self, summary: RunSummary) -> None:
         self.close()
         print_summary(self._console, summary)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None
+        self._live.close()
 
     def __enter__(self) -> ConsoleCallback:
         return self

@@ -68,7 +68,7 @@ def main(args: Sequence[str]) -> int:
     # take the core from the kernel that is measured next.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from tierstream.engine.adam_rates import adam_cases, thread_counts
-    from tierstream.tools.bench.machine import describe_machine
+    from tierstream.engine.machine_facts import describe_machine
 
     threads = sorted(set(options.threads)) or thread_counts(len(os.sched_getaffinity(0)))
     measurements = run_cases(adam_cases(parameters, threads), options.rounds)

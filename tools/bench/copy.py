@@ -75,8 +75,8 @@ def main(args: Sequence[str]) -> int:
         _check_device(options.device)
     device = options.device or ("cuda:0" if torch.cuda.is_available() else None)
     from tierstream.engine.adam_rates import thread_counts
+    from tierstream.engine.machine_facts import describe_machine
     from tierstream.engine.memory_rates import buffer_bytes, memory_cases
-    from tierstream.tools.bench.machine import describe_machine
 
     nbytes = options.memory or min(buffer_bytes(), memory_budget().available_bytes // 4)
     threads = thread_counts(len(os.sched_getaffinity(0)))

@@ -71,8 +71,8 @@ def measure_storage(
     paths: Sequence[str], options: StorageOptions, command: list[str]
 ) -> tuple[Result, MachineProfile]:
     """All measurements of the paths, and the profile with what was found of their drives."""
+    from tierstream.engine.machine_facts import describe_machine
     from tierstream.tools.bench.drives import MeasuredPath, check_paths
-    from tierstream.tools.bench.machine import describe_machine
 
     profile = start_profile(options)
     kinds = _kinds(options)

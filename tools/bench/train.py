@@ -76,7 +76,7 @@ def main(args: Sequence[str]) -> int:
         for layers, stream in itertools.product(depths, options.stream):
             bench.config.moe.stream = stream
             bench.measure(layers, baselines=stream == options.stream[0])
-    from tierstream.tools.bench.machine import describe_machine
+    from tierstream.engine.machine_facts import describe_machine
     from tierstream.tools.bench.training import NOTES, details, peer_details, plots
 
     command = shlex.split(_PROG) + list(args)

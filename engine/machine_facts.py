@@ -1,4 +1,4 @@
-"""On what a benchmark ran, for its report."""
+"""On what a run or a benchmark ran, for its report."""
 
 from __future__ import annotations
 
