@@ -189,14 +189,6 @@ class Rows:
             for document in np.setdiff1d(np.arange(store.documents), kept.documents).tolist()
         ]
 
-    def left_out(self) -> list[str]:
-        """file:line of the samples that are never trained on: too long, or without a token to train on."""
-        return [
-            store.where(document)
-            for store, kept in zip(self.stores, self._fits, strict=True)
-            for document in np.setdiff1d(np.arange(store.documents), kept.documents).tolist()
-        ]
-
     def _fit(self, store: TokenStore) -> Fit:
         mode = "split" if self.packing == "stream" else self._data.too_long
         if mode == "error":
