@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.crash import Crash, CrashingSyscalls
 from support.token_stores import UNTRAINED, store_of
 
 from tierstream.engine.data import shard_writer
@@ -24,6 +27,7 @@ from tierstream.engine.data.shards import (
     read_store,
     shard_directory,
 )
+from tierstream.io import seam
 from tierstream.io.errors import DataError
 
 DOCUMENTS = [[5, 6, 0], [7 | UNTRAINED, 8 | UNTRAINED, 9, 0], [1, 2 | UNTRAINED], [3, 0], [4, 4, 0]]
@@ -139,3 +143,31 @@ def test_small_files_share_a_shard_and_large_ones_are_cut(tmp_path: Path) -> Non
     assert [[number for number, _ in plan.jobs] for plan in plans][:2] == [[0, 1, 2], [3]]
     assert all(plan.nbytes <= 100 for plan in plans)
     assert sum(plan.nbytes for plan in plans) == sum(map(len, texts.values()))
+
+
+def test_a_store_is_complete_or_not_there_whenever_the_power_goes(tmp_path: Path) -> None:
+    """At every system call; what is there afterwards is right, and the rest is made (C51)."""
+    jobs = [JOBS[:2], JOBS[2:]]
+
+    def make(store: Path) -> None:
+        found = [read_shard(shard_directory(store, number), jobs[number])[0] for number in range(2)]
+        shards = [shard or write(store, number, jobs[number]) for number, shard in enumerate(found)]
+        join_shards(store, "made-up", 0, shards)
+
+    for stop in itertools.count(1):
+        store = tmp_path / str(stop)
+        store.mkdir()
+        machine = CrashingSyscalls(stop)
+        with suppress(Crash), seam.injected(machine):
+            make(store)
+        machine.lose_unsynced(stop, store)
+        if read_store(store)[0] is None:
+            make(store)
+        index, _ = read_store(store)
+        assert index is not None
+        opened = map_store(store, index, list(FILES), "")
+        assert [opened.read(number, 0, 9).tolist() for number in range(5)] == DOCUMENTS
+        assert opened.where(4) == "d:1"
+        if not machine.stopped:
+            break
+    assert stop > 50
