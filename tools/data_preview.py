@@ -1,0 +1,188 @@
+"""`tierstream data preview RUN.yaml [--rows N] [--section.key value ...]`"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.text import Text
+
+from tierstream.engine.config import RunConfig
+from tierstream.engine.config_file import read
+from tierstream.io.errors import ConfigError
+from tierstream.tools.live import ConsoleCallback
+from tierstream.tools.options import parse_options, take_positionals
+from tierstream.tools.tables import open_console, table
+
+if TYPE_CHECKING:
+    from tierstream.engine.data.rows import Batch, Rows
+    from tierstream.engine.data.shards import TokenStore
+
+_DESCRIPTION = """\
+Show the data of a run as the model will see it.
+- All of `data.files` is tokenised, as in training, and training finds it done.
+- Trained tokens are green on a terminal, {+so+} elsewhere.
+- Neither a GPU nor the weights of the model are needed.
+"""
+#: Sizes of what is shown: bars of the histogram, places of samples, the characters at either end of a part of
+#: a row that is longer.
+_BAR_COLUMNS, _PLACES, _EDGE_CHARACTERS = 28, 5, 300
+_NAME_COLUMNS = 30
+
+
+@dataclass(kw_only=True, slots=True)
+class PreviewConfig(RunConfig):
+    """What to show; the rest is the run."""
+
+    rows: int = 2
+    """Rows to show, the first that are trained on."""
+    whole: bool = False
+    """Show rows as a whole, not only the ends of their long parts."""
+
+
+def main(args: Sequence[str]) -> int:
+    """The command with its arguments. Returns the exit status; raises TierstreamError."""
+    files, options = take_positionals(args, ["RUN.yaml"], "tierstream data preview")
+    config = parse_options(
+        PreviewConfig,
+        options,
+        prog="tierstream data preview RUN.yaml",
+        description=_DESCRIPTION,
+        given=read(RunConfig, Path(files[0])) if files else {},
+        source=files[0] if files else "RUN.yaml",
+    )
+    if config.rows < 0:
+        raise ConfigError(f"--rows is {config.rows}; it must be >= 0")
+    preview(config, open_console(sys.stdout))
+    return 0
+
+
+def preview(config: PreviewConfig, console: Console) -> None:
+    """Prepare the data and show it. Raises TierstreamError, as training does."""
+    from tierstream.engine.data.prepare import check_packing, load_tokenizer, open_data, tokenizer_directory
+    from tierstream.engine.data.rows import Rows
+    from tierstream.engine.meta_model import read_hf_config
+
+    hf_config = read_hf_config(config.model)
+    check_packing(config.data, hf_config)
+    directory = Path(config.run_dir) / "data"
+    with ConsoleCallback() as screen:
+        stores = open_data(
+            config.data, config.model, directory,
+            vocab_size=hf_config.vocab_size, on_progress=screen.on_progress,
+        )  # fmt: skip
+    rows = Rows(stores, config.data, rows_per_step=config.train.rows_per_step, seed=config.train.seed)
+    _print_entries(console, config, stores)
+    _print_lengths(console, np.concatenate([store.lengths for store in stores]), config.data.seq_len)
+    for line in rows.describe():
+        console.print(line)
+    _print_places(console, rows)
+    if config.rows:
+        tokenizer = load_tokenizer(tokenizer_directory(config.data, config.model, directory))
+        # A step of one row: the rows of the run in their order, whatever the steps.
+        single = Rows(stores, config.data, rows_per_step=1, seed=config.train.seed)
+        for number in range(min(config.rows, single.total_steps(1))):
+            _print_row(console, tokenizer, single, number, whole=config.whole)
+
+
+def _print_entries(console: Console, config: PreviewConfig, stores: Sequence[TokenStore]) -> None:
+    names = [_shortened(name) for name in config.data.files]
+    lines = []
+    for name, store in zip(names, stores, strict=True):
+        formats = ", ".join(f"{what} {number:,}" for what, number in store.counts.by_format.items())
+        tokens, trained = store.tokens, trained_tokens(store)
+        share = f"{100 * trained / tokens:.1f} %"
+        lines.append((name, formats, f"{store.documents:,}", f"{tokens:,}", f"{trained:,}", share))
+    columns = ("files", "records", "samples", "tokens", "trained", "share")
+    console.print(table("Data", columns, lines, text_columns=2))
+    for name, store in zip(names, stores, strict=True):
+        counts = store.counts
+        for number, what in (
+            (counts.bad_records, "records that cannot be used, skipped (data.bad_lines)"),
+            (counts.empty, "records without text"),
+            (counts.untrained, "samples without a token to train on, left out"),
+            (counts.rewritten, "conversations whose template renders earlier turns anew"),
+        ):
+            if number:
+                console.print(f"{name}: {number:,} {what}")
+        for problem in counts.problems[:_PLACES]:
+            console.print(f"  {problem}", soft_wrap=True)
+
+
+def trained_tokens(store: TokenStore) -> int:
+    """Tokens that are labels: marked as trained on, and not the first of a document."""
+    from tierstream.engine.data.samples import UNTRAINED
+
+    if not store.masked:
+        return store.tokens - store.documents
+    documents = (store.read(document, 1, int(store.lengths[document])) for document in range(store.documents))
+    return sum(int(np.count_nonzero(ids < UNTRAINED)) for ids in documents)
+
+
+def _print_lengths(console: Console, lengths: NDArray[np.int64], seq_len: int) -> None:
+    """A histogram whose bins end at powers of two, and at the length of a row."""
+    median, longest = int(np.median(lengths)), int(lengths.max())
+    console.print(f"Tokens of a sample: median {median:,}, longest {longest:,}; a row has {seq_len:,}")
+    first = int(lengths.min()).bit_length() - 1
+    edges = sorted({1 << power for power in range(first, longest.bit_length() + 1)} | {seq_len + 1})
+    counts, _ = np.histogram(lengths, edges)
+    for low, high, number in zip(edges, edges[1:], counts.tolist(), strict=False):
+        if number:
+            bar = "#" * max(1, round(_BAR_COLUMNS * number / counts.max()))
+            beyond = "  longer than a row" if low > seq_len else ""
+            console.print(f"{low:>9,} - {high - 1:<9,} {bar} {number:,}{beyond}", soft_wrap=True)
+
+
+def _print_places(console: Console, rows: Rows) -> None:
+    """Where the samples are that the last lines have counted as left out."""
+    places = rows.left_out()
+    for place in places[:_PLACES]:
+        console.print(f"  left out: {place}", soft_wrap=True)
+    if len(places) > _PLACES:
+        console.print(f"  and {len(places) - _PLACES:,} more")
+
+
+def _print_row(console: Console, tokenizer: Any, rows: Rows, number: int, *, whole: bool) -> None:
+    batch, on_terminal = rows.batch(number), console.is_terminal
+    held = rows.seq_len - (0 if batch.padding is None else int(batch.padding.sum()))
+    console.print(f"\nRow {number + 1}: {held:,} tokens, {batch.trained_tokens:,} trained", style="bold")
+    for place in rows.where(number)[:_PLACES]:
+        console.print(f"  {place}", soft_wrap=True)
+    text = Text()
+    for ids, trained in parts(batch):
+        words = _shown(tokenizer.decode(ids.tolist(), skip_special_tokens=False), whole=whole)
+        text.append(f"{{+{words}+}}" if trained and not on_terminal else words, "green" if trained else "")
+    console.print(text)
+
+
+def parts(batch: Batch) -> Iterator[tuple[NDArray[np.int64], bool]]:
+    """The tokens of a row in runs of those that are trained on as labels, and those that are not."""
+    from tierstream.engine.data.rows import NOT_TRAINED
+
+    ids, labels = batch.input_ids[0], batch.labels[0]
+    if batch.padding is not None:
+        held = int(np.count_nonzero(~batch.padding[0]))
+        ids, labels = ids[:held], labels[:held]
+    # A label stands one place before its token; the first token of a row is none.
+    trained = np.concatenate([[False], labels[:-1] != NOT_TRAINED])
+    cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), ids.size]
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        yield ids[begin:end], bool(trained[begin])
+
+
+def _shown(text: str, *, whole: bool) -> str:
+    """A text from the data, safe on a terminal; of a long one its ends."""
+    hidden = len(text) - 2 * _EDGE_CHARACTERS
+    if hidden > 0 and not whole:
+        text = f"{text[:_EDGE_CHARACTERS]} (... {hidden:,} characters ...) {text[-_EDGE_CHARACTERS:]}"
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _NAME_COLUMNS else f"...{name[3 - _NAME_COLUMNS :]}"
