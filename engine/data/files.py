@@ -137,9 +137,9 @@ def cut_jobs(file: SourceFile, job_bytes: int = JOB_BYTES) -> list[Job]:
     if kind == "jsonl" and file.nbytes > job_bytes:
         return list(_jobs_of_lines(path, file.nbytes, job_bytes))
     if kind in ("parquet", "arrow"):
-        from tierstream.engine.data import tables
+        from tierstream.engine.data.tables import cut  # pyarrow takes a moment
 
-        return [Job(path, kind, *part) for part in tables.cut(path, kind, job_bytes)]
+        return [Job(path, kind, *part) for part in cut(path, kind, job_bytes)]
     return [Job(path, kind, 0, file.nbytes)]
 
 

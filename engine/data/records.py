@@ -13,9 +13,9 @@ from typing import Any
 from tierstream.engine.data.files import Job, read_text
 from tierstream.io.errors import DataError
 
-#: A line or a field of more bytes is a fault of the file (a quotation mark that nothing closes, say).
+#: A line or a field of more bytes is a fault of the file (a quotation mark that nothing closes).
 LINE_BYTES_MAX = 1 << 30
-#: Where a text ends in the middle of a JSON token other than a string, that token begins at most so far before.
+#: A JSON token other than a string that is cut by the end of a text begins at most so far before it.
 _TOKEN_CHARS = 16
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|NaN|-?Infinity', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -58,8 +58,8 @@ def read_records(job: Job, on_bad: OnBad | None = None) -> Iterator[Record]:
         on_bad: is told of each record that cannot be read, which is then left out; None: it is an error.
 
     Raises:
-        DataError: a record that cannot be read, with file, line and column; a file that cannot be read, or that
-            is damaged so that what follows cannot be found.
+        DataError: a record that cannot be read, with file, line and column; a file that cannot be read, or
+            that is damaged so that what follows cannot be found.
     """
     numbered = _READERS[job.kind](job, on_bad or _refuse)
     for line, value in numbered:
@@ -247,8 +247,8 @@ class _JsonText:
 
 
 def _json(job: Job, on_bad: OnBad) -> Iterator[tuple[int, Any]]:
-    """The values of an array, or values one after another (JSON lines by another name). A fault ends it: where
-    the next value begins cannot be known.
+    """The values of an array, or values one after another (JSON lines by another name). A fault ends it:
+    where the next value begins cannot be known.
     """
     text = _JsonText(job.path)
     if text.peek() != "[":
@@ -296,7 +296,8 @@ def _csv(job: Job, on_bad: OnBad) -> Iterator[tuple[int, Any]]:
                 elif len(row) == len(names):
                     yield line, dict(zip(names, row, strict=True))
                 elif row:
-                    on_bad(BadRecord(job.path, line, 0, f"{len(row)} fields, but the first line names {len(names)}"))
+                    reason = f"{len(row)} fields, but the first line names {len(names)}"
+                    on_bad(BadRecord(job.path, line, 0, reason))
     except UnicodeDecodeError:
         for _ in read_text(Path(job.path)):  # raises, with the offset
             pass
@@ -305,9 +306,9 @@ def _csv(job: Job, on_bad: OnBad) -> Iterator[tuple[int, Any]]:
 
 
 def _table(job: Job, on_bad: OnBad) -> Iterator[tuple[int, Any]]:
-    from tierstream.engine.data import tables  # pyarrow takes a moment
+    from tierstream.engine.data.tables import read  # pyarrow takes a moment
 
-    return tables.read(job)
+    return read(job)
 
 
 _READERS: dict[str, Callable[[Job, OnBad], Iterator[tuple[int, Any]]]] = {

@@ -11,16 +11,21 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstream.engine.data import formats
+from tierstream.engine.data.chat import ChatTemplate, Rendered
 from tierstream.engine.data.codec import Codec
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.encode import Piece, encode
 from tierstream.engine.data.files import Job, read_text
+from tierstream.engine.data.formats import Completion, Plain
+from tierstream.engine.data.records import BadRecord, Record, read_records
 from tierstream.engine.data.tokenizer import tokenizer_fingerprint
 from tierstream.io.errors import DataError
 
@@ -91,6 +96,7 @@ class Counts:
     """What became of the records of a job.
 
     Attributes:
+        records: with those that are bad; a text file is one.
         samples: handed out.
         bad_records: skipped since they could not be used (`data.bad_lines: skip`).
         empty: without any text.
@@ -125,11 +131,19 @@ class Counts:
 
 @dataclass(slots=True)
 class _Sample:
-    """A text on its way through the encoder. `spans`: characters that are trained on; None: all of them."""
+    """A text on its way through the encoder.
+
+    Attributes:
+        spans: characters that are trained on, ascending; None: all.
+        prefix: the tokenizer's own first ids belong in front.
+        end: end-of-text belongs behind, and is trained on; None: it does not belong there.
+    """
 
     texts: Iterable[str]
     line: int
     spans: list[tuple[int, int]] | None = None
+    prefix: bool = True
+    end: bool | None = True
 
 
 class SampleMaker:
@@ -147,12 +161,14 @@ class SampleMaker:
     """
 
     def __init__(self, recipe: Recipe, codec: Codec, *, vocab_size: int) -> None:
+        self.counts = Counts()
         self._recipe = recipe
         self._codec = codec
         self._vocab_size = vocab_size
-        self.counts = Counts()
-        self._prefix = np.array(codec.prefix, np.uint32)
-        self._end = np.array([codec.end_of_text_id], np.uint32)
+        self._specials = tuple(codec.special_texts())
+        self._template = None
+        if recipe.chat_template is not None:
+            self._template = ChatTemplate(recipe.chat_template, codec.special_tokens, self._specials)
         for token_id in (*codec.prefix, codec.end_of_text_id):
             self._check_id(token_id, "the start or end of every document")
 
@@ -172,37 +188,150 @@ class SampleMaker:
                 yield sample.texts
 
         for pieces in _by_document(encode(self._codec.backend, documents())):
-            yield from self._plain(samples.popleft(), pieces, job)
+            sample = samples.popleft()
+            checked = (self._checked(piece, sample, job) for piece in pieces)
+            if sample.spans is None:
+                yield from self._plain(sample, checked)
+            else:
+                yield from self._marked(sample, checked, job)
 
     def _samples(self, job: Job) -> Iterator[_Sample]:
         if job.kind == "text":
             self.counts.records += 1
-            self.counts.by_format["text"] = self.counts.by_format.get("text", 0) + 1
+            self._count_format("text")
             yield _Sample(read_text(Path(job.path)), 1)
+            return
+        for record in read_records(job, self._bad if self._recipe.bad_lines == "skip" else None):
+            try:
+                samples = self._of_record(record)
+            except DataError as error:
+                self._bad(BadRecord(record.path, record.line, 0, str(error)))
+                continue
+            self.counts.records += 1
+            yield from samples
 
-    def _plain(self, sample: _Sample, pieces: Iterator[Piece], job: Job) -> Iterator[TokenPiece]:
-        """Begin of text, the text, end of text, as they come."""
+    def _of_record(self, record: Record) -> list[_Sample]:
+        """Raises DataError: the record cannot be used, without its place."""
+        recipe = self._recipe
+        kind = recipe.format
+        if kind == "auto":
+            kind = formats.recognise(record.value, recipe.text_field)
+        chat, answers = self._template is not None, recipe.train_on == "answers"
+        sample = formats.to_sample(record.value, kind, recipe.text_field, chat=chat)
+        if isinstance(sample, Plain):
+            samples = [_Sample((sample.text,), record.line)]
+        elif isinstance(sample, Completion):
+            text = sample.prompt + sample.completion
+            spans = [(len(sample.prompt), len(text))] if answers else None
+            samples = [_Sample((text,), record.line, spans)]
+        elif self._template is None:
+            raise DataError(
+                f"a conversation needs a chat template, and the tokenizer in {recipe.tokenizer} has none; "
+                "name a file with one (data.chat_template)"
+            )
+        else:
+            texts = self._template.render(sample, answers=answers, rewritten_turns=recipe.rewritten_turns)
+            self.counts.rewritten += any(text.rewritten for text in texts)
+            samples = [self._of_rendered(text, record.line) for text in texts]
+        self._count_format(kind)
+        return samples
+
+    def _of_rendered(self, rendered: Rendered, line: int) -> _Sample:
+        """End-of-text only where the text does not end with a special token, such as that of a turn's end."""
+        text = rendered.text.rstrip()
+        end = None
+        if not text.endswith(self._specials):
+            end = bool(rendered.spans) and rendered.spans[-1][1] >= len(text)
+        return _Sample((rendered.text,), line, rendered.spans, prefix=False, end=end)
+
+    def _plain(self, sample: _Sample, pieces: Iterable[Piece]) -> Iterator[TokenPiece]:
+        """Prefix, text and end of text, as they come: a text may be longer than memory."""
         begun = False
         for piece in pieces:
-            parts = [piece.ids]
-            if piece.ids.size and not begun:
-                parts.insert(0, self._prefix)
+            ids = piece.ids
+            if ids.size and not begun:
+                ids = np.concatenate([np.array(self._codec.prefix, np.uint32), ids])
                 begun = True
             if piece.last and begun:
-                parts.append(self._end)
-            self._check(piece, sample.line, job)
-            ids = np.concatenate(parts)
+                ids = np.append(ids, np.uint32(self._codec.end_of_text_id))
             if ids.size:
                 yield TokenPiece(ids, sample.line, piece.last)
         self.counts.samples += begun
         self.counts.empty += not begun
 
-    def _check(self, piece: Piece, line: int, job: Job) -> None:
+    def _marked(self, sample: _Sample, pieces: Iterable[Piece], job: Job) -> Iterator[TokenPiece]:
+        found = self._with_marks(sample, list(pieces))
+        if found is None:
+            reason = "prompt and answer, encoded one by one, do not decode to their texts"
+            self._bad(BadRecord(job.path, sample.line, 0, reason))
+            return
+        ids, trained = found
+        if not ids.size:
+            self.counts.empty += 1
+            return
+        head = self._codec.prefix if sample.prefix else []
+        tail = [self._codec.end_of_text_id] if sample.end is not None else []
+        ids = np.concatenate([np.array(head, np.uint32), ids, np.array(tail, np.uint32)])
+        trained = np.concatenate([np.zeros(len(head), bool), trained, np.full(len(tail), sample.end, bool)])
+        if not trained[1:].any():  # the first token is nobody's label
+            self.counts.untrained += 1
+            self.counts.problem(f"{job.path}:{sample.line}: nothing in it is trained on")
+            return
+        ids[~trained] |= UNTRAINED
+        self.counts.samples += 1
+        yield TokenPiece(ids, sample.line, last=True)
+
+    def _with_marks(
+        self, sample: _Sample, pieces: list[Piece]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]] | None:
+        """Ids, and which of them are trained on; None: it cannot be said of each token."""
+        spans = sample.spans or []
+        ids = np.concatenate([piece.ids for piece in pieces])
+        starts = np.concatenate([piece.starts + piece.begin for piece in pieces])
+        ends = np.concatenate([piece.ends + piece.begin for piece in pieces])
+        edges = np.array(spans, np.int64).ravel()
+        before = np.searchsorted(starts, edges) - 1  # the last token that begins before the edge
+        if ids.size and (ends[before[before >= 0]] > edges[before >= 0]).any():
+            return self._apart("".join(sample.texts), spans)
+        trained = np.zeros(ids.size, bool)
+        for first, last in np.searchsorted(starts, edges).reshape(-1, 2).tolist():
+            trained[first:last] = True
+        return ids, trained
+
+    def _apart(
+        self, text: str, spans: list[tuple[int, int]]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]] | None:
+        """The parts of a text encoded one by one, as at inference: there no token begins in the prompt and
+        ends in the answer. None: they do not decode to what they are.
+        """
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        parts = [text[begin:end] for begin, end in pairwise(edges)]
+        ids: list[list[NDArray[np.uint32]]] = [[] for _ in parts]
+        for piece in encode(self._codec.backend, ((part,) for part in parts)):
+            ids[piece.document].append(piece.ids)
+        joined = [np.concatenate(each) for each in ids]
+        whole = np.concatenate(joined)
+        for part, part_ids in zip((*parts, text), (*joined, whole), strict=True):
+            if self._codec.decode(part_ids.tolist()) != part:
+                return None
+        return whole, np.concatenate([np.full(each.size, bool(i % 2)) for i, each in enumerate(joined)])
+
+    def _bad(self, bad: BadRecord) -> None:
+        if self._recipe.bad_lines == "error":
+            raise bad.error()
+        self.counts.records += 1
+        self.counts.bad_records += 1
+        self.counts.problem(str(bad))
+
+    def _count_format(self, kind: str) -> None:
+        self.counts.by_format[kind] = self.counts.by_format.get(kind, 0) + 1
+
+    def _checked(self, piece: Piece, sample: _Sample, job: Job) -> Piece:
         if piece.ids.size:
             at = int(piece.ids.argmax())
-            if job.kind == "text":
-                line = piece.line_of(at)
+            line = piece.line_of(at) if job.kind == "text" else sample.line
             self._check_id(int(piece.ids[at]), f"{job.path}:{line}")
+        return piece
 
     def _check_id(self, token_id: int, at: str) -> None:
         if token_id >= self._vocab_size:

@@ -1,4 +1,4 @@
-"""Records come whole and in order, whatever their file; what cannot be read is named to the column (C41, C43)."""
+"""Records come whole and in order; what cannot be read is named to the column (C41, C43)."""
 
 from __future__ import annotations
 

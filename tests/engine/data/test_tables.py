@@ -1,6 +1,4 @@
-"""Rows of Parquet and Arrow files: all of them, in order, few at a time, whatever the types of their columns say
-(C45).
-"""
+"""Rows of Parquet and Arrow files: all, in order, few at a time, whatever their types (C45)."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def test_jobs_have_each_row_once_with_its_number(
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
-    path = (parquet if name == "a.parquet" else arrow_file)(
-        tmp_path / name, pa.Table.from_pylist(ROWS), 7
-    )
+    path = (parquet if name == "a.parquet" else arrow_file)(tmp_path / name, pa.Table.from_pylist(ROWS), 7)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=rf"{name} cannot be read; it is damaged or cut: "):
         read(path)
@@ -79,10 +75,14 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_column_that_is_no_text_is_named(tmp_path: Path) -> None:
     broken = pa.Array.from_buffers(
-        pa.string(), 2, [None, pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0])), pa.py_buffer(b"a\xff")]
+        pa.string(),
+        2,
+        [None, pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0])), pa.py_buffer(b"a\xff")],
     )
     path = parquet(tmp_path / "a.parquet", pa.table({"n": [1, 2], "text": broken}), 5)
-    with pytest.raises(DataError, match=r"a\.parquet: column 'text' \(string\) cannot be read after row 0: .*0xff"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: column 'text' \(string\) cannot be read after row 0: .*0xff"
+    ):
         read(path)
 
 
