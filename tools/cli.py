@@ -23,7 +23,7 @@ from tierstream.io.limits import raise_open_files
 #: Subcommand -> what it is for. Each is a module with a `main(args)`, imported when it is asked for.
 COMMANDS = {
     "train": "RUN.yaml              train a model",
-    "data": "preview RUN.yaml      the data of a run, as the model will see it",
+    "data": "preview RUN.yaml      its data, as the model will see them",
     "inspect": "RUN_OR_CHECKPOINT     what a run or a checkpoint holds",
     "verify": "RUN_OR_CHECKPOINT     check every byte of a checkpoint",
     "export": "RUN_OR_CHECKPOINT OUT write a model directory for transformers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,9 @@ def main(args: Sequence[str]) -> int:
 
 def preview(config: PreviewConfig, console: Console) -> None:
     """Prepare the data and show it. Raises TierstreamError, as training does."""
-    from tierstream.engine.data.prepare import check_packing, load_tokenizer, open_data, tokenizer_directory
+    from tierstream.engine.data.prepare import check_packing, open_data, tokenizer_directory
     from tierstream.engine.data.rows import Rows
+    from tierstream.engine.data.tokenizer import load_tokenizer
     from tierstream.engine.meta_model import read_hf_config
 
     hf_config = read_hf_config(config.model)
@@ -132,7 +134,7 @@ def _print_lengths(console: Console, lengths: NDArray[np.int64], seq_len: int) -
     first = int(lengths.min()).bit_length() - 1
     edges = sorted({1 << power for power in range(first, longest.bit_length() + 1)} | {seq_len + 1})
     counts, _ = np.histogram(lengths, edges)
-    for low, high, number in zip(edges, edges[1:], counts.tolist(), strict=False):
+    for (low, high), number in zip(pairwise(edges), counts.tolist(), strict=True):
         if number:
             bar = "#" * max(1, round(_BAR_COLUMNS * number / counts.max()))
             beyond = "  longer than a row" if low > seq_len else ""
@@ -172,7 +174,7 @@ def parts(batch: Batch) -> Iterator[tuple[NDArray[np.int64], bool]]:
     # A label stands one place before its token; the first token of a row is none.
     trained = np.concatenate([[False], labels[:-1] != NOT_TRAINED])
     cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), ids.size]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         yield ids[begin:end], bool(trained[begin])
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.data.prepare import tokenizer_directory
 from tierstream.engine.data.tokenizer import has_tokenizer
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
@@ -52,6 +51,7 @@ def main(args: Sequence[str]) -> int:
 
 def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
     """Write the model of `checkpoint`. Raises TierstreamError."""
+    from tierstream.engine.data.prepare import tokenizer_directory
     from tierstream.engine.export import export_model, snapshot_reader
     from tierstream.engine.units import find_units
 
