@@ -87,7 +87,8 @@ def recognise(value: Mapping[str, Any], text_field: str) -> Format:
     fields = ", ".join(f"{name}{'' if name in there else ' (null)'}" for name in value) or "none"
     if found:
         raise DataError(
-            f"the fields ({fields}) fit the formats {' and '.join(found)}; choose one with data.format"
+            f"the fields ({fields}) fit several formats ({', '.join(dict.fromkeys(found))}); choose one with "
+            "data.format"
         )
     raise DataError(
         f"no format fits the fields ({fields}); known are {text_field} (data.text_field); {_KNOWN}"
@@ -186,9 +187,8 @@ def _message(turn: Any) -> Message:
     if "from" in message:
         message["role"], message["content"] = message.pop("from"), message.pop("value", "")
     role = message.get("role")
-    if role not in _ROLES:
-        known = ", ".join(_ROLES)
-        raise DataError(f"the role of a message is {role!r}; known are {known}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise DataError(f"the role of a message is {role!r}; known are {', '.join(_ROLES)}")
     message["role"] = _ROLES[role]
     if message["role"] == "function_call":
         calls = _parsed(message["content"], "function_call")

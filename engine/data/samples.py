@@ -166,6 +166,7 @@ class SampleMaker:
         self._codec = codec
         self._vocab_size = vocab_size
         self._specials = tuple(codec.special_texts())
+        self._added = frozenset(codec.backend.get_added_tokens_decoder())
         self._template = None
         if recipe.chat_template is not None:
             self._template = ChatTemplate(recipe.chat_template, codec.special_tokens, self._specials)
@@ -201,14 +202,18 @@ class SampleMaker:
             self._count_format("text")
             yield _Sample(read_text(Path(job.path)), 1)
             return
-        for record in read_records(job, self._bad if self._recipe.bad_lines == "skip" else None):
+        for record in read_records(job, self._unreadable):
+            self.counts.records += 1
             try:
                 samples = self._of_record(record)
             except DataError as error:
                 self._bad(BadRecord(record.path, record.line, 0, str(error)))
                 continue
-            self.counts.records += 1
             yield from samples
+
+    def _unreadable(self, bad: BadRecord) -> None:
+        self.counts.records += 1
+        self._bad(bad)
 
     def _of_record(self, record: Record) -> list[_Sample]:
         """Raises DataError: the record cannot be used, without its place."""
@@ -285,27 +290,30 @@ class SampleMaker:
         self, sample: _Sample, pieces: list[Piece]
     ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]] | None:
         """Ids, and which of them are trained on; None: it cannot be said of each token."""
-        spans = sample.spans or []
         ids = np.concatenate([piece.ids for piece in pieces])
         starts = np.concatenate([piece.starts + piece.begin for piece in pieces])
         ends = np.concatenate([piece.ends + piece.begin for piece in pieces])
-        edges = np.array(spans, np.int64).ravel()
-        before = np.searchsorted(starts, edges) - 1  # the last token that begins before the edge
-        if ids.size and (ends[before[before >= 0]] > edges[before >= 0]).any():
-            return self._apart("".join(sample.texts), spans)
+        text = "".join(sample.texts)
+        edges = [edge for span in sample.spans or [] for edge in span]
+        firsts = np.searchsorted(starts, edges).tolist()  # the first token behind each edge
+        for number, (edge, first) in enumerate(zip(edges, firsts, strict=True)):
+            end = ends[first - 1] if first else 0
+            begin = starts[first] if first < ids.size else len(text)
+            if end > edge and int(ids[first - 1]) in self._added:
+                # Some added tokens take in the white space beside them. They are where their own text is.
+                firsts[number] = first if text[starts[first - 1] : edge].strip() else first - 1
+            elif not end == edge == begin:  # a token of both sides, or a character that is in none
+                return self._apart(text, edges)
         trained = np.zeros(ids.size, bool)
-        for first, last in np.searchsorted(starts, edges).reshape(-1, 2).tolist():
+        for first, last in zip(firsts[::2], firsts[1::2], strict=True):
             trained[first:last] = True
         return ids, trained
 
-    def _apart(
-        self, text: str, spans: list[tuple[int, int]]
-    ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]] | None:
+    def _apart(self, text: str, edges: list[int]) -> tuple[NDArray[np.uint32], NDArray[np.bool_]] | None:
         """The parts of a text encoded one by one, as at inference: there no token begins in the prompt and
         ends in the answer. None: they do not decode to what they are.
         """
-        edges = [0, *(edge for span in spans for edge in span), len(text)]
-        parts = [text[begin:end] for begin, end in pairwise(edges)]
+        parts = [text[begin:end] for begin, end in pairwise([0, *edges, len(text)])]
         ids: list[list[NDArray[np.uint32]]] = [[] for _ in parts]
         for piece in encode(self._codec.backend, ((part,) for part in parts)):
             ids[piece.document].append(piece.ids)
@@ -319,7 +327,6 @@ class SampleMaker:
     def _bad(self, bad: BadRecord) -> None:
         if self._recipe.bad_lines == "error":
             raise bad.error()
-        self.counts.records += 1
         self.counts.bad_records += 1
         self.counts.problem(str(bad))
 

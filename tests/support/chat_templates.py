@@ -25,7 +25,7 @@ def byte_tokenizer(
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token="<s>")
