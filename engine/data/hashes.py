@@ -12,13 +12,15 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tierstream.engine.data.files import SourceFile, fingerprint_files
 from tierstream.io import durable
-from tierstream.io.errors import DataError
+from tierstream.io.errors import DataError, StorageError
 
 HASHES_FILE = "hashes.json"
+#: A file that changed later is not remembered.
 SETTLED_SECONDS = 10.0
 #: Bytes that are hashed between two reports, after which they are remembered.
 BATCH_BYTES = 4 << 30
@@ -35,11 +37,10 @@ def fingerprint_remembered(
 
     Raises:
         DataError: a file cannot be read.
-        StorageError: `memory` cannot be written.
     """
     remembered = _load(memory)
     known = dict(remembered)
-    seen = {path: _look(path) for path in paths}
+    seen = {path: look(path) for path in paths}
     unread = [path for path in seen if known.get(str(path), [])[:3] != seen[path]]
     total, done = sum(seen[path][0] for path in unread), 0
     for batch in _batches(unread, seen):
@@ -51,13 +52,18 @@ def fingerprint_remembered(
         done += sum(file.nbytes for file in hashed)
         kept = {path: entry for path, entry in known.items() if entry[1] < settled}
         if kept != remembered:
-            durable.write_file(memory, json.dumps(kept).encode())
+            with suppress(StorageError):  # it only saves time, and a shared cache may be read-only
+                durable.write_file(memory, json.dumps(kept).encode())
             remembered = kept
     return [SourceFile(path, known[str(path)][0], known[str(path)][3]) for path in paths]
 
 
-def _look(path: Path) -> list[int]:
-    """Size, time of change and inode."""
+def look(path: Path) -> list[int]:
+    """Size, time of change (ns) and inode: what is the same as long as a file is.
+
+    Raises:
+        DataError: it cannot be looked at.
+    """
     try:
         status = os.stat(path)
     except OSError as error:

@@ -24,11 +24,12 @@ from tierstream.engine.data.shards import (
     ShardIndex,
     StoreIndex,
     map_file,
+    read_shard,
     shard_directory,
 )
 from tierstream.engine.new_file import NewFile
 from tierstream.io import durable
-from tierstream.io.errors import StorageError
+from tierstream.io.errors import DataError, StorageError
 
 #: Bytes of source files in a shard; what an interruption costs at most, for each worker.
 SHARD_BYTES = 32 << 20
@@ -185,10 +186,19 @@ class _Documents:
         self._pieces, self._piece_places, self._buffered = [], [], 0
 
 
-def join_shards(
-    store: Path, fingerprint: str, end_of_text_id: int, shards: Sequence[ShardIndex]
-) -> StoreIndex:
-    """Finish a store all of whose shards are there. In memory are the documents of one shard."""
+def join_shards(store: Path, fingerprint: str, end_of_text_id: int, plans: Sequence[ShardPlan]) -> StoreIndex:
+    """Finish a store whose shards are all there. In memory are the documents of one of them.
+
+    Raises:
+        DataError: a shard is damaged.
+        StorageError: the store cannot be written.
+    """
+    shards: list[ShardIndex] = []
+    for plan in plans:
+        shard, problem = read_shard(shard_directory(store, plan.number), plan.jobs)
+        if shard is None:
+            raise DataError(problem or f"shard {plan.number} of {store} has gone; start again")
+        shards.append(shard)
     counts = Counts()
     places: list[tuple[int, int]] = []
     begin = 0

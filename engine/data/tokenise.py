@@ -16,6 +16,7 @@ from typing import Any
 
 from tierstream.engine.data.codec import Codec
 from tierstream.engine.data.files import SourceFile
+from tierstream.engine.data.hashes import look
 from tierstream.engine.data.pool import write_shards
 from tierstream.engine.data.progress import Progress
 from tierstream.engine.data.samples import Counts, Recipe, SampleMaker
@@ -33,9 +34,12 @@ from tierstream.engine.data.worker import Assignment
 from tierstream.io import durable
 from tierstream.io.drives import DirectoryLock, check_free
 from tierstream.io.errors import DataError, StorageError
+from tierstream.io.memory import memory_budget
 
 #: Less than this is tokenised in this process, if nothing else is asked for: starting others takes longer.
 SMALL_BYTES = 8 << 20
+#: Memory that a process may take, at most, if their number is left to us.
+WORKER_BYTES = 512 << 20
 #: Bytes of tokens for a byte of a file, at least, as long as nothing is measured.
 LEAST_EXPANSION = 0.5
 #: Seconds between two reports of progress, and between two looks at a lock.
@@ -107,11 +111,30 @@ class Tokeniser:
     def _make(
         self, store: Path, fingerprint: str, files: Sequence[SourceFile], name: str, lock: DirectoryLock
     ) -> tuple[StoreIndex, str]:
+        """What is missing, and in words how it came about."""
+        looks = [look(file.path) for file in files]
         plans = plan_shards(files, self.shard_bytes)
         found = [read_shard(shard_directory(store, plan.number), plan.jobs) for plan in plans]
         missing = [plan for plan, (index, _) in zip(plans, found, strict=True) if index is None]
-        work = _Work(store, missing, f"tokenising {name}", self.on_progress)
         codec = Codec.of(self.tokenizer)
+        try:
+            self._write(store, missing, codec, name, lock)
+        finally:
+            changed = [file.path for file, old in zip(files, looks, strict=True) if look(file.path) != old]
+            if changed:  # then the name of the store may say what is not true
+                for plan in missing:
+                    durable.remove_tree(shard_directory(store, plan.number))
+        if changed:
+            raise DataError(f"{changed[0]} changed while it was tokenised; start again when it is finished")
+        index = join_shards(store, fingerprint, codec.end_of_text_id, plans)
+        kept = len(plans) - len(missing)
+        how = f"made; {kept} of {len(plans)} shards were there" if kept else "made"
+        return index, "; ".join([how, *(problem for _, problem in found if problem)])
+
+    def _write(
+        self, store: Path, missing: Sequence[ShardPlan], codec: Codec, name: str, lock: DirectoryLock
+    ) -> None:
+        work = _Work(store, missing, f"tokenising {name}", self.on_progress)
         count = self._count_workers(missing)
         if count < 2:
             maker = SampleMaker(self.recipe, codec, vocab_size=self.vocab_size)
@@ -119,30 +142,25 @@ class Tokeniser:
                 directory = shard_directory(store, plan.number)
                 shard = write_shard(maker, plan.jobs, directory, partial(work.on_tokens, plan))
                 work.on_done(plan, shard.tokens)
-        else:
-            codec.save(store / CODEC_FILE)
-            assignment = Assignment(self.recipe, str(store / CODEC_FILE), self.vocab_size)
-            write_shards(
-                missing,
-                store,
-                assignment,
-                workers=count,
-                pass_fds=[lock.fileno()],
-                on_done=work.on_done,
-                on_tokens=work.on_tokens,
-            )
-        found_now = [read_shard(shard_directory(store, plan.number), plan.jobs) for plan in plans]
-        shards = [shard for shard, _ in found_now if shard is not None]
-        index = join_shards(store, fingerprint, codec.end_of_text_id, shards)
-        kept = len(plans) - len(missing)
-        how = f"made; {kept} of {len(plans)} shards were there" if kept else "made"
-        return index, "; ".join([how, *(problem for _, problem in found if problem)])
+            return
+        codec.save(store / CODEC_FILE)
+        assignment = Assignment(self.recipe, str(store / CODEC_FILE), self.vocab_size)
+        write_shards(
+            missing,
+            store,
+            assignment,
+            workers=count,
+            pass_fds=[lock.fileno()],
+            on_done=work.on_done,
+            on_tokens=work.on_tokens,
+        )
 
     def _count_workers(self, missing: Sequence[ShardPlan]) -> int:
         count = self.workers
         if count is None:
             small = sum(plan.nbytes for plan in missing) < SMALL_BYTES
-            count = 0 if small else len(os.sched_getaffinity(0)) - 1
+            fit = memory_budget().tightest.available_bytes // WORKER_BYTES
+            count = 0 if small else min(len(os.sched_getaffinity(0)) - 1, fit)
         return min(count, len(missing))
 
     @contextmanager

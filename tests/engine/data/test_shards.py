@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from support.token_stores import UNTRAINED, store_of
 from tierstream.engine.data import shard_writer
 from tierstream.engine.data.files import Job, SourceFile
 from tierstream.engine.data.samples import Counts, TokenPiece
-from tierstream.engine.data.shard_writer import join_shards, plan_shards, write_shard
+from tierstream.engine.data.shard_writer import ShardPlan, join_shards, plan_shards, write_shard
 from tierstream.engine.data.shards import (
     DOCUMENTS_FILE,
     SHARD_FILE,
@@ -52,7 +52,11 @@ FILES = {"a": DOCUMENTS[:2], "b": [], "c": DOCUMENTS[2:4], "d": DOCUMENTS[4:]}
 JOBS = [(number, Job(path, "text", 0, 1)) for number, path in enumerate(FILES)]
 
 
-def write(store: Path, number: int, jobs: list[tuple[int, Job]]) -> Any:
+def plans_of(*jobs: list[tuple[int, Job]]) -> list[ShardPlan]:
+    return [ShardPlan(number, tuple(each), 0) for number, each in enumerate(jobs)]
+
+
+def write(store: Path, number: int, jobs: Sequence[tuple[int, Job]]) -> Any:
     maker: Any = FakeMaker(FILES)
     return write_shard(maker, jobs, shard_directory(store, number), lambda tokens: None)
 
@@ -72,9 +76,10 @@ def test_documents_are_read_over_shards() -> None:
 @pytest.mark.parametrize("buffer", [1, 3, 100])
 def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer: int) -> None:
     monkeypatch.setattr(shard_writer, "BUFFER_TOKENS", buffer)
-    shards = [write(tmp_path, 0, JOBS[:1]), write(tmp_path, 1, JOBS[1:2]), write(tmp_path, 2, JOBS[2:])]
+    plans = plans_of(JOBS[:1], JOBS[1:2], JOBS[2:])
+    shards = [write(tmp_path, plan.number, plan.jobs) for plan in plans]
     assert shards[1].documents == 0
-    written = join_shards(tmp_path, "made-up", 0, shards)
+    written = join_shards(tmp_path, "made-up", 0, plans)
     index, problem = read_store(tmp_path)
     assert index is not None
     assert problem == ""
@@ -88,7 +93,7 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [store.where(number) for number in range(5)] == places
     assert (store.masked, store.documents, store.tokens, store.end_of_text_id) == (True, 5, 14, 0)
     assert store.counts == Counts(records=5, by_format={"text": 4})
-    assert (written.largest_id, written.largest_at) == (9, (0, 11))
+    assert (written.largest_id, list(written.largest_at)) == (9, [0, 11])
 
 
 def test_a_shard_of_other_jobs_or_other_sizes_is_none(tmp_path: Path) -> None:
@@ -127,6 +132,13 @@ def test_an_error_leaves_nothing_and_what_is_left_is_replaced(tmp_path: Path) ->
     assert read_shard(shard_directory(tmp_path, 0), JOBS)[0] is not None
 
 
+def test_a_shard_that_has_gone_is_not_left_out(tmp_path: Path) -> None:
+    plans = plans_of(JOBS[:2], JOBS[2:])
+    write(tmp_path, 1, JOBS[2:])
+    with pytest.raises(DataError, match=r"shard 0 of .* has gone; start again"):
+        join_shards(tmp_path, "made-up", 0, plans)
+
+
 def test_small_files_share_a_shard_and_large_ones_are_cut(tmp_path: Path) -> None:
     texts = {
         "a.txt": "x" * 40,
@@ -147,12 +159,13 @@ def test_small_files_share_a_shard_and_large_ones_are_cut(tmp_path: Path) -> Non
 
 def test_a_store_is_complete_or_not_there_whenever_the_power_goes(tmp_path: Path) -> None:
     """At every system call; what is there afterwards is right, and the rest is made (C51)."""
-    jobs = [JOBS[:2], JOBS[2:]]
+    plans = plans_of(JOBS[:2], JOBS[2:])
 
     def make(store: Path) -> None:
-        found = [read_shard(shard_directory(store, number), jobs[number])[0] for number in range(2)]
-        shards = [shard or write(store, number, jobs[number]) for number, shard in enumerate(found)]
-        join_shards(store, "made-up", 0, shards)
+        for plan in plans:
+            if read_shard(shard_directory(store, plan.number), plan.jobs)[0] is None:
+                write(store, plan.number, plan.jobs)
+        join_shards(store, "made-up", 0, plans)
 
     for stop in itertools.count(1):
         store = tmp_path / str(stop)

@@ -209,6 +209,20 @@ def test_after_a_bad_file_is_mended_finished_shards_are_of_use(tmp_path: Path, t
     assert documents(store) == documents(open_tokens(sources, tokenizer, tmp_path / "fresh"))
 
 
+def test_a_file_that_changes_meanwhile_ends_the_work_and_leaves_no_shard(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    sources = write(tmp_path / "text", [f"file number {i:04}" for i in range(4)])
+
+    class Changing(list[Progress]):
+        def append(self, progress: Progress) -> None:
+            sources[2].path.write_text("another text")
+
+    with pytest.raises(DataError, match=r"002\.txt changed while it was tokenised"):
+        open_tokens(sources, tokenizer, tmp_path, told=Changing())
+    assert [path.name for path in only_store(tmp_path).iterdir()] == [".tierstream.lock"]
+
+
 # Space, locks, progress
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import os
 import signal
 import subprocess
@@ -28,17 +29,19 @@ from tierstream.engine.data.worker import Assignment
 from tierstream.io.errors import DataError, StorageError
 
 SHARD_BYTES = 4000
-FILES = 120
+FILES, LINES = 120, 900
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """text/000.txt ... and tokenizer/; about 60 shards."""
+    """text/000.txt ..., text/rows.jsonl and tokenizer/; about 90 shards."""
     root = tmp_path_factory.mktemp("corpus")
     (root / "text").mkdir()
     for number in range(FILES):
         text = f"document {number} says é🙂 " * (number % 17 + 60)
         (root / "text" / f"{number:03}.txt").write_text(text)
+    lines = (json.dumps({"text": f"line {number} " * (number % 5 + 8)}) for number in range(LINES))
+    (root / "text" / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
     train_tokenizer(sources(root / "text"), 270, root / "tokenizer")
     return root
 
@@ -61,13 +64,18 @@ def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenSto
 
 
 def assert_same(store: TokenStore, expected: TokenStore) -> None:
-    assert store.documents == expected.documents == FILES
+    assert store.documents == expected.documents == FILES + LINES
     assert store.fingerprint == expected.fingerprint
     for number, length in enumerate(expected.lengths.tolist()):
         assert np.array_equal(store.read(number, 0, length), expected.read(number, 0, length))
     for name in ("lengths", "first_trained"):
         assert np.array_equal(getattr(store, name), getattr(expected, name))
     assert store.counts == expected.counts
+    places = [store.where(number) for number in range(store.documents)]
+    assert [place.rpartition("/")[2] for place in places] == [
+        *(f"{number:03}.txt:1" for number in range(FILES)),
+        *(f"rows.jsonl:{number + 1}" for number in range(LINES)),
+    ]
 
 
 def test_every_file_is_the_same_without_and_with_processes(corpus: Path, tmp_path: Path) -> None:
@@ -190,7 +198,7 @@ def start(corpus: Path, cache: Path) -> subprocess.Popen[str]:
     return process
 
 
-def wait_for(condition: Any, seconds: float = 60.0) -> None:
+def wait_for(condition: Any, seconds: float = 100.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -233,7 +241,7 @@ def test_a_script_without_a_guard_runs_once(corpus: Path, tmp_path: Path, expect
         [sys.executable, str(script), str(corpus), str(tmp_path)], text=True, env=environment
     )
     assert said.count("begins") == 1
-    assert f"{expected.tokens} tokens of {FILES} documents made" in said
+    assert f"{expected.tokens} tokens of {FILES + LINES} documents made" in said
     assert_same(tokeniser(corpus, tmp_path, 0).open(sources(corpus / "text"), "text"), expected)
 
 
