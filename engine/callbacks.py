@@ -13,7 +13,7 @@ the run. Knows nothing of torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tierstream.engine.data.progress import Progress
@@ -23,9 +23,14 @@ from tierstream.engine.metrics import PlanReport, RunSummary, StepMetrics
 class Control:
     """What is asked of a run; it is done when the step under way has ended and its record is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self.stop_reason: str | None = None
         self.wants_save = False
+
+    def tell(self, text: str) -> None:
+        """Have all callbacks hear of something rare, at once (`on_event`): it goes to the screen."""
+        self._tell(text)
 
     def stop(self, reason: str) -> None:
         """End the run, with a checkpoint as after its last step. The first reason stands."""
@@ -69,7 +74,7 @@ class Callbacks(Callback):
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._callbacks = list(callbacks)
-        self.control = Control()
+        self.control = Control(self.on_event)
         for callback in self._callbacks:
             callback.control = self.control
 

@@ -29,6 +29,7 @@ _FREE = {
     "tiers",
     "checkpoint",
     "data.cache_dir",
+    "log",
     "data.files",
     "data.tokenizer",
     "data.vocab_size",

@@ -19,6 +19,7 @@ from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
+from tierstream.engine.trackers import LogConfig
 from tierstream.io.errors import ConfigError
 
 #: fp32 logits of a chunk of the loss, and the edge of the tiles that matrix products are made of: a chunk is
@@ -120,6 +121,7 @@ class RunConfig:
     moe: MoeConfig = field(default_factory=MoeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> RunConfig:

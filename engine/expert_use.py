@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,11 @@ class ExpertStep:
     experts: int
     cache: CacheCounts
     bytes_spared: int
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ExpertStep:
+        """Of what JSON holds. Raises TypeError or KeyError."""
+        return cls(**{**plain, "cache": CacheCounts(**plain["cache"])})
 
 
 class ExpertUse:

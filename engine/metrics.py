@@ -98,7 +98,10 @@ class StepMetrics:
     @classmethod
     def from_json(cls, line: str) -> StepMetrics:
         """Raises ValueError or TypeError if `line` is no such record."""
-        return cls(**json.loads(line))
+        metrics = cls(**json.loads(line))
+        if isinstance(metrics.experts, dict):
+            metrics.experts = ExpertStep.from_plain(metrics.experts)
+        return metrics
 
 
 @dataclass(kw_only=True, slots=True)
@@ -304,7 +307,12 @@ def read_metrics(path: Path) -> list[StepMetrics]:
         ConfigError: a line that is no record of a step.
         OSError: the file cannot be read.
     """
-    return [metrics for metrics, _ in _records(path)]
+    return list(each_step(path))
+
+
+def each_step(path: Path) -> Iterator[StepMetrics]:
+    """`read_metrics`, one after the other."""
+    return (metrics for metrics, _ in _records(path))
 
 
 def _end_of_step(path: Path, last_step: int) -> int:

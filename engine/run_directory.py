@@ -4,6 +4,8 @@
         config.yaml      every setting, defaults included; `tierstream train` reads it back
         run_id           tells this run's checkpoints from others
         plan.json        the `PlanReport` of the process that ran last, written before its first step
+        trackers.json    names of the run where `log` shows it
+        tensorboard/     event files, with `log.tensorboard`
         metrics.jsonl    one `StepMetrics` a line
         result.json      the `RunSummary`, written when the run ends
         trace.json       spans of `train.trace_steps` steps, if any

@@ -11,6 +11,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.metrics import MetricsWriter, RunSummary
 from tierstream.engine.run import Run
+from tierstream.engine.trackers import open_trackers
 
 
 class Trainer:
@@ -19,18 +20,24 @@ class Trainer:
     Args:
         callbacks: are told the plan, every step and the end, and may stop the run.
 
+    Raises:
+        ConfigError: a package that `log` needs is missing.
+
     Raises (from `run`):
         TierstreamError: what the user can mend, said before step 0 wherever it can be known then.
     """
 
     def __init__(self, config: RunConfig, callbacks: Iterable[Callback] = ()) -> None:
         self.config = config
-        self.callbacks = Callbacks(callbacks)
+        self._trackers = open_trackers(config)
+        self.callbacks = Callbacks([*callbacks, *self._trackers])
 
     def run(self) -> RunSummary:
         """Check, plan, fill the tiers, train, save."""
         assemble.set_determinism(self.config)
         with ExitStack() as parts:
+            for tracker in self._trackers:
+                parts.callback(tracker.close)
             run = Run.open(self.config, self.callbacks, parts)
             parts.enter_context(undisturbed())
             metrics = parts.enter_context(MetricsWriter(run.directory.metrics_path, last_step=run.step))

@@ -89,6 +89,10 @@ OPTIONS = """\
 --checkpoint.at-end {true,false} true
 --checkpoint.resume TEXT none
 --checkpoint.allow-changed TEXT ...|null null
+--log.tensorboard {true,false} false
+--log.wandb TEXT|null null
+--log.trackio TEXT|null null
+--log.name TEXT|null null
 """
 
 RUN = "run_dir: out\nmodel: {config: tiny}\ndata: {files: [a.txt]}\n"
