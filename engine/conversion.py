@@ -55,19 +55,25 @@ class Conversion:
         return tuple(key for keys in self.sources.values() for key in keys)
 
     def stream(self, read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, int, NDArray[np.float32]]]:
-        """Yield `(parameter, first element, fp32 values)`; `read(key)` gives a stored tensor."""
+        """Yield `(parameter, first element, fp32 values)`; `read(key)` gives a stored tensor.
+
+        Tensors in the type of the parameter are converted in it, as transformers does; others in fp32, so
+        that nothing is rounded here.
+        """
         rows = len(next(iter(self.sources.values())))
+        wanted = self.model.state_dict()[self.first_target].dtype
         for row in range(rows if self.stacked else 1):
             chosen = slice(row, row + 1) if self.stacked else slice(None)
-            tensors = {
-                pattern: [read(key).to(torch.float32) for key in keys[chosen]]
-                for pattern, keys in self.sources.items()
-            }
-            for name, value in _convert(
-                self.converter, self.model, self.first_target, tensors, self.sources
-            ).items():
+            tensors = {pattern: [read(key) for key in keys[chosen]] for pattern, keys in self.sources.items()}
+            if any(tensor.dtype != wanted for group in tensors.values() for tensor in group):
+                tensors = {
+                    pattern: [tensor.float() for tensor in group] for pattern, group in tensors.items()
+                }
+            made = _convert(self.converter, self.model, self.first_target, tensors, self.sources)
+            del tensors
+            for name in list(made):
                 start = row * prod(self.targets[name][1:]) if self.stacked else 0
-                yield name, start, value.contiguous().numpy().reshape(-1)
+                yield name, start, made.pop(name).float().contiguous().numpy().reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from tierstream.engine.export_plan import (
     plan_export,
 )
 from tierstream.engine.new_file import NewFile
-from tierstream.engine.source import STORED_DTYPES
+from tierstream.engine.tensor_entry import STORED_NAMES
 from tierstream.io import drives, durable
 from tierstream.io.errors import ConfigError, InvariantError, TierstreamError, storage_errors
 from tierstream.tiered.layout import TensorSpec, Unit
@@ -50,7 +50,6 @@ SHARD_BYTES = 5_000_000_000
 #: the fp32 masters (of a unit in fp32 these are its weights).
 ReadRange: TypeAlias = Callable[[str, int, NDArray[Any]], None]
 
-_STORED_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 #: What a tokenizer is made of, chat templates included.
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
@@ -217,7 +216,7 @@ def _write_shard(values: _Values, tensors: Sequence[ExportTensor], file: Path) -
     end = 0
     for tensor in tensors:
         begin, end = end, end + tensor.meta.nbytes
-        stored = _STORED_NAMES[tensor.dtype]
+        stored = STORED_NAMES[tensor.dtype]
         header[tensor.key] = {"dtype": stored, "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -24,8 +24,8 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
         `(model, model.config)`. Nothing is downloaded, and no code from the model directory is run.
 
     Raises:
-        ModelSourceError: no readable configuration, a quantised model (but for MXFP4, which is built as if it
-            were none), or one that is not a causal decoder.
+        ModelSourceError: no readable configuration, a quantised model (but for FP8 and MXFP4, which are built
+            as if they were none), or one that is not a causal decoder.
         ConfigError: the family does not have the attention implementation that was asked for; dropout in
             attention with sinks.
     """
@@ -102,10 +102,10 @@ def read_hf_config(config: ModelConfig) -> Any:
         raise ModelSourceError(f"{file}: transformers has no causal language model for {kind}")
     if getattr(hf_config, "quantization_config", None) is not None:
         method = dict(hf_config.quantization_config).get("quant_method", "unknown")
-        if method != "mxfp4":
+        if method not in ("fp8", "mxfp4"):
             raise ModelSourceError(
-                f"{file}: the weights are quantised ({method}); training needs a bf16, fp16, fp32 or mxfp4 "
-                "version of this model"
+                f"{file}: the weights are quantised ({method}); training needs a bf16, fp16, fp32, fp8 or "
+                "mxfp4 version of this model"
             )
         # Loading dequantises: what is trained and exported is not quantised.
         del hf_config.quantization_config

@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierstream.engine.safetensors_dir import CheckpointDir, TensorEntry
+from tierstream.engine.safetensors_dir import CheckpointDir
+from tierstream.engine.tensor_entry import E8M0_VALUES, TensorEntry
 from tierstream.io.errors import ModelSourceError
 
 _MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _ELEMENTS = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
 #: Both elements of every byte, looked up as one item of 8 bytes.
 _PAIRS = _ELEMENTS[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)].view(np.uint64)[:, 0]
-#: E8M0; 255 is NaN.
-_SCALES = np.array([*(2.0 ** (exponent - 127) for exponent in range(255)), np.nan], np.float32)
 _BLOCK_BYTES = 16
 
 
@@ -64,7 +63,7 @@ def dequantise(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[
     """One matrix: blocks [rows, columns / 32, 16], scales [rows, columns / 32] -> values [columns, rows]."""
     values = _PAIRS[blocks].view(np.float32)
     with np.errstate(over="ignore"):  # the largest scale makes infinities, which loading refuses
-        values *= _SCALES[scales][..., None]
+        values *= E8M0_VALUES[scales][..., None]
     transposed = torch.from_numpy(values.reshape(len(scales), -1)).T
     return transposed.contiguous().numpy()  # by torch's threads
 

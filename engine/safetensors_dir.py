@@ -1,4 +1,5 @@
-"""A directory of safetensors files, checked as a whole before a byte of weights is read.
+"""A model directory, checked as a whole before a byte of weights is read: safetensors files, or those of
+`torch.save` where there are no others (`engine/torch_archive.py`).
 
 Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length N, N bytes of JSON
 `{name: {dtype, shape, data_offsets: [begin, end)}}`, then the data without gaps; offsets count from its first
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,46 +21,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstream.engine import fp8
+from tierstream.engine.tensor_entry import E8M0_VALUES, FLOAT_DTYPES, ITEM_BITS, BlockScales, TensorEntry
+from tierstream.engine.torch_archive import read_archive
 from tierstream.io import seam
 from tierstream.io.errors import ModelSourceError
 from tierstream.io.transfer import Direction, transfer_all, transfer_some
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+ARCHIVE_INDEX_FILE = "pytorch_model.bin.index.json"
+ARCHIVE_FILE = "pytorch_model.bin"
 #: Longest header that the format's reference implementation accepts.
 HEADER_BYTES_MAX = 100_000_000
-#: Bits per element of every type of the format.
-ITEM_BITS: Mapping[str, int] = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6,
-    "F6_E3M2": 6, "F4": 4, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8,
-    "BOOL": 8, "C64": 64,
-}  # fmt: skip
-#: Types that weights may have, and how numpy sees their bytes (a bfloat16 is the upper half of an fp32).
-FLOAT_DTYPES: Mapping[str, np.dtype[np.generic]] = {
-    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One stored tensor: `nbytes` bytes from byte `offset` of `file`."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class CheckpointDir:
-    """A checked model directory. `unnamed_files`: safetensors files that hold no tensor of this model and are
-    left alone."""
+    """A checked model directory. `unnamed_files`: files of tensors that hold none of this model and are left
+    alone."""
 
     path: Path
     tensors: Mapping[str, TensorEntry] = field(repr=False)
@@ -67,20 +47,18 @@ class CheckpointDir:
 
     def read(self, name: str, row: int | None = None) -> NDArray[np.uint8]:
         """The bytes of one tensor, or of its element `row` along the first dimension."""
-        entry = self.tensors[name]
-        nbytes = entry.nbytes if row is None else entry.nbytes // entry.shape[0]
-        out = np.empty(nbytes, np.uint8)
-        with _opened(entry.file) as fd:
-            transfer_all(Direction.READ, fd, str(entry.file), out, entry.offset + (row or 0) * nbytes)
-        return out
+        return _read(self.tensors[name], row)
 
     def slices(self, name: str, max_elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield `(first element, values)` over one tensor of a float type, in order.
 
-        `values` is fp32, exact for all types but F64, at most `max_elements` long and valid until the next
-        slice: all slices share one buffer for the stored bytes and one for the values.
+        `values` is fp32, exact for all types but F64, at most `max_elements` long (in FP8: or one row) and
+        valid until the next slice: all slices share one buffer for the stored bytes and one for the values.
         """
         entry = self.tensors[name]
+        if entry.scales is not None:
+            yield from _dequantised(entry, entry.scales, max_elements)
+            return
         stored = FLOAT_DTYPES[entry.dtype]
         per_slice = max(1, min(max_elements, entry.numel))
         raw, values = np.empty(per_slice, stored), np.empty(per_slice, np.float32)
@@ -89,12 +67,55 @@ class CheckpointDir:
                 count = min(per_slice, entry.numel - start)
                 offset = entry.offset + start * stored.itemsize
                 transfer_all(Direction.READ, fd, str(entry.file), raw[:count].view(np.uint8), offset)
-                if entry.dtype == "BF16":
-                    np.left_shift(raw[:count], 16, out=values[:count].view(np.uint32), dtype=np.uint32)
-                else:
-                    with np.errstate(over="ignore"):  # an F64 beyond fp32 becomes inf, which loading refuses
-                        values[:count] = raw[:count]
+                _to_fp32(raw[:count], entry.dtype, values[:count])
                 yield start, values[:count]
+
+
+def _read(entry: TensorEntry, row: int | None = None) -> NDArray[np.uint8]:
+    nbytes = entry.nbytes if row is None else entry.nbytes // entry.shape[0]
+    out = np.empty(nbytes, np.uint8)
+    with _opened(entry.file) as fd:
+        transfer_all(Direction.READ, fd, str(entry.file), out, entry.offset + (row or 0) * nbytes)
+    return out
+
+
+def _to_fp32(raw: NDArray[Any], dtype: str, values: NDArray[np.float32]) -> None:
+    if dtype == "BF16":
+        np.left_shift(raw, 16, out=values.view(np.uint32), dtype=np.uint32)
+    else:
+        with np.errstate(over="ignore"):  # an F64 beyond fp32 becomes inf, which loading refuses
+            values[:] = raw
+
+
+def _dequantised(
+    entry: TensorEntry, scales: BlockScales, max_elements: int
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Slices of whole rows."""
+    rows, columns = entry.shape[-2:]
+    grid = _grid(scales.entry, entry.numel // (rows * columns) if entry.numel else 0)
+    total = entry.numel // columns if columns else 0
+    per_slice = max(1, min(max_elements // max(1, columns), total))
+    raw = np.empty((per_slice, columns), np.uint8)
+    values = np.empty((per_slice, columns), np.float32)
+    with _opened(entry.file) as fd:
+        for row in range(0, total, per_slice):
+            count = min(per_slice, total - row)
+            part = raw[:count]
+            transfer_all(Direction.READ, fd, str(entry.file), part.reshape(-1), entry.offset + row * columns)
+            fp8.dequantise(part, row, rows, grid, scales.block, values[:count])
+            yield row * columns, values[:count].reshape(-1)
+
+
+def _grid(entry: TensorEntry, matrices: int) -> NDArray[np.float32]:
+    """Scales, fp32 [matrices, row blocks, column blocks]."""
+    raw, values = _read(entry), np.empty(entry.numel, np.float32)
+    if entry.dtype in FLOAT_DTYPES:
+        _to_fp32(raw.view(FLOAT_DTYPES[entry.dtype]), entry.dtype, values)
+    else:
+        np.take(E8M0_VALUES, raw, out=values)
+    if values.size == 1:
+        return np.broadcast_to(values, (matrices, 1, 1))
+    return values.reshape(matrices, *entry.shape[-2:])
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointDir:
@@ -115,18 +136,32 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointDir:
         raise ModelSourceError(f"model directory {root} cannot be listed: {error.strerror}") from error
     index = _find_index(root)
     if index is not None:
-        return _open_indexed(root, index, present)
-    if SINGLE_FILE in present or len(present) == 1:
+        opened = _open_indexed(root, index, present, read_header)
+    elif SINGLE_FILE in present or len(present) == 1:
         name = SINGLE_FILE if SINGLE_FILE in present else present[0]
         others = tuple(other for other in present if other != name)
-        return CheckpointDir(root, {entry.name: entry for entry in read_header(root / name)}, others)
-    if present:
+        opened = CheckpointDir(root, {entry.name: entry for entry in read_header(root / name)}, others)
+    elif present:
         raise ModelSourceError(
             f"{root} holds {len(present)} safetensors files ({some(present)}) but neither {INDEX_FILE} nor "
             f"{SINGLE_FILE}; download the index file of this model again"
         )
-    hint = "; convert its PyTorch .bin files to safetensors first" if list(root.glob("*.bin")) else ""
-    raise ModelSourceError(f"{root} holds no safetensors file{hint or '; is it a model directory?'}")
+    else:
+        opened = _open_archives(root)
+    return replace(opened, tensors=fp8.pair_scales(root, opened.tensors))
+
+
+def _open_archives(root: Path) -> CheckpointDir:
+    """Files of `torch.save`, only under the names that transformers gives to weights: other .bin files in
+    such a directory hold anything."""
+    if os.path.lexists(root / ARCHIVE_INDEX_FILE):
+        present = sorted(file.name for file in root.glob("pytorch_model*.bin"))
+        return _open_indexed(root, root / ARCHIVE_INDEX_FILE, present, read_archive)
+    if os.path.lexists(root / ARCHIVE_FILE):
+        return CheckpointDir(root, {entry.name: entry for entry in read_archive(root / ARCHIVE_FILE)})
+    raise ModelSourceError(
+        f"{root} holds no safetensors file, and no {ARCHIVE_FILE} either; is it a model directory?"
+    )
 
 
 def read_header(file: Path) -> list[TensorEntry]:
@@ -196,7 +231,9 @@ def _find_index(root: Path) -> Path | None:
     return found[0] if found and not os.path.lexists(root / SINGLE_FILE) else None
 
 
-def _open_indexed(root: Path, index: Path, present: list[str]) -> CheckpointDir:
+def _open_indexed(
+    root: Path, index: Path, present: list[str], read_entries: Callable[[Path], list[TensorEntry]]
+) -> CheckpointDir:
     """Compare the index with the files and their headers, in both directions."""
     weight_map = _read_index(index)
     names = sorted(set(weight_map.values()))
@@ -208,7 +245,7 @@ def _open_indexed(root: Path, index: Path, present: list[str]) -> CheckpointDir:
         )
     tensors: dict[str, TensorEntry] = {}
     for name in names:
-        _collect(tensors, read_header(root / name))
+        _collect(tensors, read_entries(root / name))
     for tensor, shard in weight_map.items():
         if tensor not in tensors or tensors[tensor].file != root / shard:
             place = f"it is in {tensors[tensor].file.name}" if tensor in tensors else "no shard holds it"
@@ -218,7 +255,7 @@ def _open_indexed(root: Path, index: Path, present: list[str]) -> CheckpointDir:
             )
     unnamed = [name for name in present if name not in names]
     for name in unnamed:
-        twice = [entry.name for entry in read_header(root / name) if entry.name in tensors]
+        twice = [entry.name for entry in read_entries(root / name) if entry.name in tensors]
         if twice or _is_shard_name(name):
             what = f"and also holds {some(twice)}" if twice else "though its name is that of a shard"
             raise ModelSourceError(
@@ -259,7 +296,7 @@ def _collect(tensors: dict[str, TensorEntry], entries: list[TensorEntry]) -> Non
 
 def _is_shard_name(name: str) -> bool:
     """Whether a file is called as one of a numbered set, e.g. `model-00002-of-00005.safetensors`."""
-    head, _, tail = name.removesuffix(".safetensors").rpartition("-of-")
+    head, _, tail = name.rpartition(".")[0].rpartition("-of-")
     return tail.isdigit() and head.rpartition("-")[2].isdigit()
 
 

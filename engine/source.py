@@ -7,7 +7,7 @@ mis-shaped tensor ends the run before a weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from tierstream.engine.conversion import Conversion, ResolvedNames, resolve_names
 from tierstream.engine.initialise import WriteRange
 from tierstream.engine.mxfp4 import Mxfp4Stack
-from tierstream.engine.safetensors_dir import FLOAT_DTYPES, CheckpointDir, some
+from tierstream.engine.safetensors_dir import CheckpointDir, some
+from tierstream.engine.tensor_entry import STORED_DTYPES
 from tierstream.io.errors import InvariantError, ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit
 
@@ -29,13 +30,6 @@ from tierstream.tiered.layout import TensorSpec, Unit
 LOAD_BUFFER_BYTES = 64 << 20
 #: Elements per slice when two stored copies of a tensor are compared.
 COMPARE_ELEMENTS = 1 << 20
-
-#: Types of the format as torch has them.
-STORED_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,24 +41,31 @@ class LoadPlan:
             is the first name, that of `named_parameters`.
         conversions: the parameters that transformers computes from other tensors, and those in MXFP4.
         buffers: persistent buffer -> stored tensor.
-        skipped: stored tensor -> why it is not loaded.
+        tied: stored tensor -> the parameter that it is a second copy of.
+        unused: stored tensors that the family leaves aside, such as layers that predict further tokens. An
+            export carries them.
     """
 
     checkpoint: CheckpointDir
     parameters: Mapping[str, str] = field(repr=False)
     conversions: tuple[Conversion | Mxfp4Stack, ...] = field(repr=False)
     buffers: Mapping[str, str]
-    skipped: Mapping[str, str]
+    tied: Mapping[str, str]
+    unused: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `load_weights` reads."""
+        """Bytes of the tensors that `load_weights` reads."""
         converted = (key for conversion in self.conversions for key in conversion.keys)
         return sum(self.checkpoint.tensors[key].nbytes for key in (*self.parameters.values(), *converted))
 
     def read_tensor(self, key: str, row: int | None = None) -> torch.Tensor:
-        """One stored tensor in its stored type, or its element `row` along the first dimension."""
+        """One stored tensor in its stored type (of FP8: in fp32), or its element `row` along the first
+        dimension."""
         entry = self.checkpoint.tensors[key]
+        if entry.scales is not None:
+            ((_, values),) = self.checkpoint.slices(key, entry.numel)
+            return torch.from_numpy(values).reshape(entry.shape)
         shape = entry.shape if row is None else entry.shape[1:]
         raw = torch.from_numpy(self.checkpoint.read(key, row))
         return raw.view(STORED_DTYPES[entry.dtype]).reshape(shape)
@@ -93,11 +94,9 @@ def plan_load(model: Any, checkpoint: CheckpointDir) -> LoadPlan:
     left_over = [key for key, target in names.unexpected.items() if target in allowed.unexpected_keys]
     _refuse_mismatch(model, checkpoint, names, missing, left_over)
 
-    skipped = dict.fromkeys(names.unexpected, "unused by this model")
-    for name, found in stored_as.items():
-        for alias in found[1:]:
-            _refuse_untied(checkpoint, names.direct[found[0]], names.direct[alias])
-            skipped[names.direct[alias]] = f"tied to {name}, equal"
+    tied = {names.direct[alias]: name for name, found in stored_as.items() for alias in found[1:]}
+    for alias, name in tied.items():
+        _refuse_untied(checkpoint, names.direct[stored_as[name][0]], alias)
     parameters = {
         name: names.direct[found[0]] for name, found in stored_as.items() if found[0] in names.direct
     }
@@ -106,12 +105,18 @@ def plan_load(model: Any, checkpoint: CheckpointDir) -> LoadPlan:
         parameters,
         names.conversions,
         {name: names.direct[name] for name in buffers & names.direct.keys()},
-        skipped,
+        tied,
+        tuple(names.unexpected),
     )
 
 
 def load_weights(
-    plan: LoadPlan, units: Iterable[Unit], write: WriteRange, *, buffer_bytes: int = LOAD_BUFFER_BYTES
+    plan: LoadPlan,
+    units: Iterable[Unit],
+    write: WriteRange,
+    *,
+    buffer_bytes: int = LOAD_BUFFER_BYTES,
+    progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> None:
     """Stream every parameter of `units` through `write(unit name, first element, fp32 values)`.
 
@@ -119,7 +124,8 @@ def load_weights(
 
     Args:
         buffer_bytes: bound of the memory that one slice takes. A parameter that is computed from several
-            tensors takes those tensors (of stacked experts: those of one expert) in fp32 besides.
+            tensors takes those tensors (of stacked experts: those of one expert) besides.
+        progress: called with the bytes of the tensors read so far, and of all.
 
     Raises:
         ModelSourceError: a NaN or infinite weight, naming tensor, file and count.
@@ -131,10 +137,13 @@ def load_weights(
     planned |= {name: prod(shape) for c in plan.conversions for name, shape in c.targets.items()}
     if odd := dict(destinations.numel().items() ^ planned.items()):
         raise InvariantError(f"units and load plan differ in {some(sorted(odd))}")
+    done, total = 0, plan.nbytes
     for name, key in sorted(
         plan.parameters.items(), key=lambda item: (tensors[item[1]].file, tensors[item[1]].offset)
     ):
         _load_tensor(plan.checkpoint, key, name, destinations, buffer_bytes)
+        done += tensors[key].nbytes
+        progress(done, total)
     for conversion in plan.conversions:
         for name, start, values in conversion.stream(plan.read_tensor):
             if nonfinite := _count_nonfinite(values):
@@ -142,6 +151,8 @@ def load_weights(
                     nonfinite, f"{name} (of {some(list(conversion.keys))})", tensors[conversion.keys[0]].file
                 )
             destinations.write(name, start, values)
+        done += sum(tensors[key].nbytes for key in conversion.keys)
+        progress(done, total)
 
 
 class _Destinations:
@@ -178,9 +189,8 @@ def _load_tensor(
     """Stream one stored tensor to the parameter `name`. Its buffers end with this call."""
     entry = checkpoint.tensors[key]
     nonfinite = 0
-    for start, values in checkpoint.slices(
-        key, max(1, buffer_bytes // (FLOAT_DTYPES[entry.dtype].itemsize + 4))
-    ):
+    stored_bytes = max(1, entry.nbytes // max(1, entry.numel))
+    for start, values in checkpoint.slices(key, max(1, buffer_bytes // (stored_bytes + 4))):
         nonfinite += _count_nonfinite(values)
         destinations.write(name, start, values)
     if nonfinite:
@@ -213,7 +223,7 @@ def _refuse_mismatch(
     ]
     read = [key for name, key in names.direct.items() if wanted[name].is_floating_point()]
     read += [key for c in names.conversions if isinstance(c, Conversion) for key in c.keys]
-    retyped = [f"{key} is {tensors[key].dtype}" for key in read if tensors[key].dtype not in FLOAT_DTYPES]
+    retyped = [f"{key} is {tensors[key].dtype}" for key in read if not tensors[key].is_float]
     problems = [
         f"{len(found)} {what}: {some(found)}"
         for what, found in (

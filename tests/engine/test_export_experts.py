@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from support.exports import Loaded, export_zeros, stored
-from support.families import MOE_FAMILIES, moe_config, save_mixture
+from support.families import MOE_FAMILIES, moe_config, save_family
 from support.models import different
 
 from tierstream.engine.export_plan import _single_names
@@ -25,7 +25,7 @@ def test_experts_are_exported_as_save_pretrained_does(
     tmp_path: Path, family: str, run_dtype: str, dtype: str | None
 ) -> None:
     """Names, shapes and types, whatever the cut into units; and transformers loads the same bits."""
-    save_mixture(tmp_path / "run", family)
+    save_family(tmp_path / "run", family)
     expected = getattr(torch, dtype or run_dtype)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=expected)
     reference.save_pretrained(tmp_path / "theirs")

@@ -55,9 +55,9 @@ def test_other_kinds_of_model_are_refused(tmp_path: Path, config: object, words:
 
 def test_quantised_model_is_refused(tmp_path: Path) -> None:
     tiny_hf_config().save_pretrained(tmp_path)
-    quantisation = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    quantisation = {"quant_method": "gptq", "bits": 4}
     edit_json(tmp_path / "config.json", lambda config: config.update(quantization_config=quantisation))
-    with pytest.raises(ModelSourceError, match=r"quantised \(fp8\)"):
+    with pytest.raises(ModelSourceError, match=r"quantised \(gptq\)"):
         build_meta_model(ModelConfig(path=str(tmp_path)))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.families import MOE_FAMILIES, moe_config, random_weights
+from support.families import save_family
 from support.models import DENSE, SIZES, Flat, different, edit_json, rewrite, save_model, tiny_model
 
 from tierstream.engine.meta_model import build_meta_model, materialise_buffers
@@ -89,33 +89,6 @@ def test_loading_takes_only_its_buffers(tmp_path: Path) -> None:
 # Experts
 
 
-def save_mixture(
-    path: Path, family: str, dtype: torch.dtype = torch.bfloat16, shard: str = "60KB", **sizes: Any
-) -> None:
-    torch.manual_seed(3)
-    config = moe_config(family, **sizes)
-    model = random_weights(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype))
-    model.save_pretrained(path, max_shard_size=shard)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_experts_load_into_their_units(tmp_path: Path, family: str, dtype: str) -> None:
-    """Whether a file holds a stack or one tensor per expert; routers and buffers in fp32 as well."""
-    save_mixture(tmp_path, family, getattr(torch, dtype))
-    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
-    assert different(loaded(tmp_path, dtype).tensors(), dict(expected.named_parameters())) == []
-    model, plan = plan_of(tmp_path, dtype)
-    types = {name: p.dtype for name, p in model.named_parameters()}
-    assert types == {name: p.dtype for name, p in expected.named_parameters()}
-    materialise_buffers(model, plan, "cpu")
-    buffers = dict(expected.named_buffers())
-    assert dict(model.named_buffers()).keys() == buffers.keys()
-    for name, buffer in buffers.items():
-        assert model.get_buffer(name).dtype == buffer.dtype, name
-        assert torch.equal(model.get_buffer(name), buffer), name
-
-
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
@@ -125,7 +98,7 @@ def test_experts_load_into_their_units(tmp_path: Path, family: str, dtype: str) 
 )
 def test_one_expert_is_in_memory(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
     """A stack of 24 MiB in fp32, which a file holds whole, or as one tensor per expert."""
-    save_mixture(tmp_path, family, hidden_size=256, num_hidden_layers=1, **sizes)
+    save_family(tmp_path, family, shard="60KB", hidden_size=256, num_hidden_layers=1, **sizes)
     model, plan = plan_of(tmp_path)
     units = find_units(model).in_forward_order
     expert = max(spec.numel for unit in units for spec in unit.tensors) * 4
@@ -152,7 +125,7 @@ EXPERT = "model.layers.0.mlp.experts.{}.{}_proj.weight"
 def test_an_expert_that_is_missing_is_refused_by_name(
     tmp_path: Path, lost: list[str], words: list[str]
 ) -> None:
-    save_mixture(tmp_path, "qwen3_moe", shard="5GB")
+    save_family(tmp_path, "qwen3_moe")
     rewrite(tmp_path / "model.safetensors", lambda t: [t.pop(EXPERT.format(4, name)) for name in lost])
     message = refusal(tmp_path)
     for word in words:
@@ -160,14 +133,14 @@ def test_an_expert_that_is_missing_is_refused_by_name(
 
 
 def test_a_stack_of_too_few_experts_is_refused_by_name(tmp_path: Path) -> None:
-    save_mixture(tmp_path, "gpt_oss", shard="5GB")
+    save_family(tmp_path, "gpt_oss")
     name = "model.layers.0.mlp.experts.down_proj"
     rewrite(tmp_path / "model.safetensors", lambda t: t.update({name: t[name][1:].contiguous()}))
     assert f"1 of another shape: {name} is [7, " in refusal(tmp_path)
 
 
 def test_units_without_one_of_the_experts_are_a_bug(tmp_path: Path) -> None:
-    save_mixture(tmp_path, "qwen3_moe")
+    save_family(tmp_path, "qwen3_moe")
     model, plan = plan_of(tmp_path)
     units = [unit for unit in find_units(model).in_forward_order if unit.name != "layers.2.experts.7"]
     with pytest.raises(InvariantError, match=r"differ in model\.layers\.2\.mlp\.experts\.down_proj, "):
@@ -238,12 +211,12 @@ def test_what_does_not_fit_is_refused_by_name(untied: Path, case: str) -> None:
         assert word in message
 
 
-def test_keys_that_a_family_ignores_are_skipped_and_listed(tmp_path: Path) -> None:
+def test_keys_that_a_family_ignores_are_left_aside_and_listed(tmp_path: Path) -> None:
     """Old checkpoints keep the rotary frequencies of every layer."""
     model = save_model(tmp_path)
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.update({key: torch.ones(11)}))
-    assert plan_of(tmp_path)[1].skipped == {key: "unused by this model"}
+    assert plan_of(tmp_path)[1].unused == (key,)
     assert different(loaded(tmp_path).tensors(), dict(model.named_parameters())) == []
 
 
@@ -275,9 +248,8 @@ def test_tied_matrix_loads_once_from_whichever_name_holds_it(tmp_path: Path, sto
 
     rewrite(tmp_path / "model.safetensors", change)
     _, plan = plan_of(tmp_path)
-    assert (plan.skipped == {"lm_head.weight": "tied to model.embed_tokens.weight, equal"}) is (
-        stored == "both"
-    )
+    both = {"lm_head.weight": "model.embed_tokens.weight"}
+    assert plan.tied == (both if stored == "both" else {})
     tensors = loaded(tmp_path).tensors()
     assert "lm_head.weight" not in tensors
     assert different(tensors, dict(model.named_parameters())) == []

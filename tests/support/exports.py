@@ -30,11 +30,11 @@ class Loaded:
     ) -> None:
         config = ModelConfig(path=str(path), dtype=dtype, attention="eager")  # type: ignore[arg-type]
         self.model, _ = build_meta_model(config)
-        plan = plan_load(self.model, open_checkpoint(path))
+        self.plan = plan_load(self.model, open_checkpoint(path))
         self.flat = Flat(find_units(self.model, experts_apart=experts_apart).in_forward_order)
         self.units = self.flat.units
-        load_weights(plan, self.units, self.flat.write)
-        materialise_buffers(self.model, plan, "cpu")
+        load_weights(self.plan, self.units, self.flat.write)
+        materialise_buffers(self.model, self.plan, "cpu")
         self.largest = 0
         if low_bits:
             for number, values in enumerate(self.flat.values.values()):

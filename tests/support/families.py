@@ -1,7 +1,9 @@
-"""Small models of families with experts, in which all that makes a family awkward is there.
+"""Small models of 22 families, in which all that makes a family awkward is there: tied heads, windows shorter
+than a test's rows, layers that share keys and values, inputs of their own for each layer, scaled positions,
+shared experts, dense layers between others, linear attention.
 
-Biases, sinks and correction biases are not zero, and routers far from uniform: gradients that are zero by
-accident prove nothing.
+Biases, sinks, and buffers that belong to the weights are not zero, and routers far from uniform: what is zero
+by accident proves nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +21,64 @@ _COMMON = {
     "pad_token_id": None, "use_cache": False,
 }  # fmt: skip
 _ROUTED = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_GEMMA = {"intermediate_size": 44, "head_dim": 8}
+_WINDOWED = {**_GEMMA, "sliding_window": 6, "query_pre_attn_scalar": 8}
+#: The last two layers take keys and values from the last one of their kind before them.
+_SHARING = {
+    **_GEMMA, "num_hidden_layers": 5, "sliding_window": 6, "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 259, "hidden_size_per_layer_input": 8,
+    "layer_types": [
+        "sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention",
+    ],
+}  # fmt: skip
+_Family = tuple[str, dict[str, Any]]
 #: Class of the configuration, and what is the family's own.
-_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+_DENSE: dict[str, _Family] = {
+    "llama": (
+        "LlamaConfig",
+        {
+            "intermediate_size": 44,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama_tied": ("LlamaConfig", {"intermediate_size": 44, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {"intermediate_size": 44}),
+    "qwen3": ("Qwen3Config", {"intermediate_size": 44, "head_dim": 8, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"intermediate_size": 44, "sliding_window": 6}),
+    "gemma": ("GemmaConfig", _GEMMA),
+    "gemma2": ("Gemma2Config", _WINDOWED),
+    "gemma3": (  # other positions in layers with a window
+        "Gemma3TextConfig",
+        {**_WINDOWED, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_SHARING, "intermediate_size": [44] * 5, "activation_sparsity_pattern": [0.0] * 5,
+            "laurel_rank": 4, "altup_num_inputs": 2, "altup_active_idx": 0,
+        },
+    ),
+    "gemma4": ("Gemma4TextConfig", {**_SHARING, "global_head_dim": 8}),
+    "phi": (  # biases everywhere, in the output matrix too
+        "PhiConfig",
+        {"intermediate_size": 44, "qk_layernorm": True, "partial_rotary_factor": 0.4},
+    ),
+    "phi3": (
+        "Phi3Config",
+        {
+            "intermediate_size": 44, "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4], "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0],
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+}  # fmt: skip
+_MOE: dict[str, _Family] = {
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -70,17 +128,37 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-MOE_FAMILIES = tuple(_FAMILIES)
+#: Experts beside a dense part in every layer, both normed.
+_GEMMA4_MOE: _Family = (
+    "Gemma4TextConfig",
+    {
+        **_GEMMA, "global_head_dim": 8, "sliding_window": 6, "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 259, "num_kv_shared_layers": 0, "enable_moe_block": True,
+        "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+)  # fmt: skip
+_FAMILIES = {**_DENSE, **_MOE, "gemma4_moe": _GEMMA4_MOE}
+
+#: All of them; those with experts that can be trained.
+FAMILIES = tuple(_FAMILIES)
+MOE_FAMILIES = tuple(_MOE)
 
 
-def moe_config(family: str, **other: Any) -> Any:
-    """The configuration of a small model with experts."""
+def family_config(family: str, **other: Any) -> Any:
+    """The configuration of a small model."""
     name, own = _FAMILIES[family]
     return getattr(transformers, name)(**{**_COMMON, **own, **other})
 
 
+def moe_config(family: str, **other: Any) -> Any:
+    """The configuration of a small model with experts."""
+    assert family in MOE_FAMILIES
+    return family_config(family, **other)
+
+
 def has_experts(config: Any) -> bool:
-    return config.model_type in _FAMILIES
+    return config.model_type in MOE_FAMILIES
 
 
 def random_weights(model: Any, seed: int = 1) -> Any:
@@ -93,14 +171,20 @@ def random_weights(model: Any, seed: int = 1) -> Any:
                 parameter.copy_(values * 0.6 / max(parameter.shape[-1], 4) ** 0.5)
             else:
                 parameter.add_(values * 0.1)
+        stored = model.state_dict()
         for name, buffer in sorted(model.named_buffers()):
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            if name in stored:
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model
 
 
-def save_mixture(path: Path, family: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> None:
+def save_family(
+    path: Path, family: str, dtype: torch.dtype = torch.bfloat16, shard: str = "5GB", **sizes: Any
+) -> None:
     """A model directory with random weights."""
     torch.manual_seed(3)
-    config = moe_config(family, **sizes)
-    random_weights(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)).save_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(family_config(family, **sizes), dtype=dtype)
+    random_weights(model).save_pretrained(path, max_shard_size=shard)
+
+
+save_mixture = save_family
