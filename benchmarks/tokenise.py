@@ -3,7 +3,8 @@
     python benchmarks/tokenise.py [--lines 1000000] [--workers 2] [--kind messages] [--interrupt 3]
 
 Makes the file (words drawn with Zipf's law from a made-up lexicon) and a tokenizer, then opens it as a run
-does, in a process of its own. `--interrupt`: that process is killed with SIGKILL so many times on the way.
+does, in a process of its own. `--interrupt`: that process is killed with SIGKILL so many times, each time
+after two more shards.
 Memory is the sum of PSS (what a process has for itself, and its share of what it shares) over that process
 and its workers, ten times a second. Ends with one line of JSON.
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,9 @@ def open_file(folder: Path, workers: int) -> None:
         cache_dir=str(folder / "cache"),
     )
     model = ModelConfig(config="none")
-    (store,) = open_data(data, model, folder, vocab_size=VOCABULARY, on_progress=lambda progress: None)
+    (store,) = open_data(
+        data, model, folder / "run", vocab_size=VOCABULARY, on_progress=lambda progress: None
+    )
     lines = [int(store.where(number).rpartition(":")[2]) for number in range(store.documents)]
     facts = {"rows": store.documents, "tokens": store.tokens, "masked": store.masked}
     print(json.dumps(facts | {"each_once": lines == list(range(1, len(lines) + 1)), "origin": store.origin}))
@@ -78,14 +82,19 @@ def pss_bytes(pid: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
 
 
-def watch(command: list[str], kill_after: float | None) -> tuple[str, int]:
-    """What the command says, and the most memory that it and its children had."""
+def shards(folder: Path) -> int:
+    """Finished ones."""
+    return sum(path.name.isdigit() for path in folder.glob("cache/tokens/*/*"))
+
+
+def watch(command: list[str], ended: Callable[[], bool]) -> tuple[str, int]:
+    """What the command says, and the most memory that it and its children had; it is killed if `ended`."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    begin, most = time.perf_counter(), 0
+    most = 0
     tree = psutil.Process(process.pid)
     while process.poll() is None:
-        if kill_after is not None and time.perf_counter() - begin > kill_after:
+        if ended():
             process.kill()
             break
         pids = [process.pid, *(child.pid for child in tree.children(recursive=True))]
@@ -117,8 +126,9 @@ def main() -> None:
         begin, most = time.perf_counter(), 0
         command = [sys.executable, __file__, "--child", "--folder", name, "--workers", str(options.workers)]
         for _ in range(options.interrupt):
-            most = max(most, watch(command, kill_after=15)[1])
-        said, last = watch(command, kill_after=None)
+            before = shards(folder)
+            most = max(most, watch(command, lambda before=before: shards(folder) >= before + 2)[1])
+        said, last = watch(command, lambda: False)
         seconds, facts, nbytes = time.perf_counter() - begin, json.loads(said), file.stat().st_size
         most = max(most, last)
         print(f"{options.lines} lines of {options.kind}, {format_bytes(nbytes)}, workers {options.workers}")

@@ -62,7 +62,7 @@ def open_data(
     cache = directory if data.cache_dir is None else Path(os.path.abspath(data.cache_dir))
     entries = _find_entries(data.files)
     chosen = tokenizer_directory(data, model, directory)
-    trained = chosen == directory / "tokenizer"
+    trained = data.tokenizer is None and chosen == directory / "tokenizer"
     if trained and data.vocab_size > vocab_size:
         raise ConfigError(
             f"data.vocab_size is {data.vocab_size}, but the embedding of the model has only {vocab_size} "

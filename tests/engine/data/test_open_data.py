@@ -68,3 +68,14 @@ def test_progress_is_told(corpus: Path) -> None:
 def test_configuration_is_checked(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         DataConfig(files=["a"], **keys)
+
+
+def test_a_tokenizer_that_is_named_is_never_trained_anew(corpus: Path) -> None:
+    opened(corpus, ["*.txt"])
+    origin = corpus / "run" / "tokenizer" / "trained_from.json"
+    before = origin.read_text()
+    (corpus / "0.txt").write_text("another text")
+    opened(corpus, ["*.txt"], tokenizer=str(corpus / "run" / "tokenizer"))
+    assert origin.read_text() == before
+    opened(corpus, ["*.txt"])
+    assert origin.read_text() != before
