@@ -141,3 +141,8 @@ class RunConfig:
                 f"optimizer.placement is {self.optimizer.placement} and train.device is cpu, so there is no "
                 "GPU to update on; use optimizer.placement: auto or cpu, or train.device: cuda"
             )
+        if self.data.streaming and self.train.steps is None:
+            raise ConfigError(
+                "data.streaming is true, so how many steps an epoch has is known only at its end; "
+                "set train.steps"
+            )

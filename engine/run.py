@@ -19,6 +19,7 @@ from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data.prepare import check_packing, open_rows
 from tierstream.engine.data.rows import Batch as PackedBatch
 from tierstream.engine.data.rows import Rows
+from tierstream.engine.data.stream import StreamedRows, open_stream
 from tierstream.engine.device import Device
 from tierstream.engine.expert_picture import expert_picture
 from tierstream.engine.expert_use import NO_COUNTS, ExpertStep
@@ -55,7 +56,7 @@ class Run:
         config: RunConfig,
         callbacks: Callbacks,
         directory: RunDirectory,
-        rows: Rows,
+        rows: Rows | StreamedRows,
         runtime: Runtime,
         tier: assemble.Drives | None,
         state: dict[str, Any],
@@ -100,7 +101,7 @@ class Run:
         profile = load_profile(config.tiers)
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
-        rows = _open_rows(config, directory, hf_config.vocab_size, callbacks)
+        rows = _open_rows(config, directory, hf_config.vocab_size, callbacks, state.get("data_cursor"), parts)
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
         check_schedule(config.optimizer, _total_steps(config, rows))
         for line in explain_profile(config.tiers, profile):
@@ -204,6 +205,7 @@ class Run:
             "skipped_total": self._skipped_total,
             "skipped_in_a_row": self._skipped_in_a_row,
             "data_fingerprint": self.rows.fingerprint,
+            "data_cursor": self.rows.cursor(self.step),
             "router_biases": saved_biases(self.runtime.model),
         }
 
@@ -273,19 +275,40 @@ class _RunIdentity:
         durable.write_file(self._path, f"{run_id}\n".encode())
 
 
-def _open_rows(config: RunConfig, directory: RunDirectory, vocab_size: int, callbacks: Callbacks) -> Rows:
-    rows = open_rows(
-        config.data, config.model, directory.data, vocab_size=vocab_size,
-        rows_per_step=config.train.rows_per_step, seed=config.train.seed, on_progress=callbacks.on_progress,
-    )  # fmt: skip
-    for line in (*(store.origin for store in rows.stores), *rows.describe()):
+def _open_rows(
+    config: RunConfig,
+    directory: RunDirectory,
+    vocab_size: int,
+    callbacks: Callbacks,
+    cursor: dict[str, Any] | None,
+    parts: ExitStack,
+) -> Rows | StreamedRows:
+    settings = config.data, config.model, directory.data
+    rows_per_step, seed = config.train.rows_per_step, config.train.seed
+    rows: Rows | StreamedRows
+    if config.data.streaming:
+        rows = open_stream(
+            *settings, vocab_size=vocab_size, rows_per_step=rows_per_step, seed=seed, cursor=cursor
+        )
+        parts.callback(rows.close)
+        origins = []
+    else:
+        rows = open_rows(
+            *settings, vocab_size=vocab_size, rows_per_step=rows_per_step, seed=seed,
+            on_progress=callbacks.on_progress,
+        )  # fmt: skip
+        origins = [store.origin for store in rows.stores]
+    for line in (*origins, *rows.describe()):
         callbacks.on_event(f"data: {line}")
     return rows
 
 
-def _total_steps(config: RunConfig, rows: Rows) -> int:
+def _total_steps(config: RunConfig, rows: Rows | StreamedRows) -> int:
     steps, epochs = config.train.steps, config.train.epochs
-    return steps if steps is not None else rows.total_steps(1 if epochs is None else epochs)
+    if steps is not None:
+        return steps
+    assert isinstance(rows, Rows)  # with data.streaming the configuration asks for steps
+    return rows.total_steps(1 if epochs is None else epochs)
 
 
 def _first_state() -> dict[str, Any]:

@@ -74,6 +74,13 @@ class DataConfig:
     """Processes that tokenise, at most; 0 or 1: none but the run's own. null: one for each core but one, and
     none for a few MB."""
 
+    streaming: bool = False
+    """Tokenise while the run trains, and keep nothing: for texts that are too many to be kept as tokens, or
+    for a quick start. Samples are mixed within blocks only; needs train.steps and a tokenizer."""
+
+    shuffle_window: int = 4096
+    """Samples of a block, with `streaming`."""
+
     cache_dir: str | None = None
     """Where tokens are kept; null: run_dir/data. Runs may share it: what one has tokenised others find."""
 
@@ -107,6 +114,13 @@ class DataConfig:
                 f"data.weights has {len(self.weights)} values and data.files {len(self.files)} entries; give "
                 "one for each"
             )
+        if self.streaming and self.weights is not None:
+            raise ConfigError(
+                "data.streaming is true and data.weights is set, but how many samples an entry has is known "
+                "only once they are all tokenised; leave out one of them"
+            )
+        if self.shuffle_window < 1:
+            raise ConfigError(f"data.shuffle_window is {self.shuffle_window}; it must be >= 1")
         for weight in self.weights or ():
             if not 0 < weight < math.inf:
                 raise ConfigError(f"data.weights is {self.weights}; each must be a number above 0")

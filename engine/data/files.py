@@ -133,14 +133,20 @@ def cut_jobs(file: SourceFile, job_bytes: int = JOB_BYTES) -> list[Job]:
     Raises:
         DataError: a parquet or arrow file that is damaged; a file that cannot be read.
     """
+    return list(each_job(file, job_bytes))
+
+
+def each_job(file: SourceFile, job_bytes: int) -> Iterator[Job]:
+    """`cut_jobs`, one by one: a file of lines is read only as far as it is cut."""
     path, kind = str(file.path), file.kind
     if kind == "jsonl" and file.nbytes > job_bytes:
-        return list(_jobs_of_lines(path, file.nbytes, job_bytes))
-    if kind in ("parquet", "arrow"):
+        yield from _jobs_of_lines(path, file.nbytes, job_bytes)
+    elif kind in ("parquet", "arrow"):
         from tierstream.engine.data.tables import cut  # pyarrow takes a moment
 
-        return [Job(path, kind, *part) for part in cut(path, kind, job_bytes)]
-    return [Job(path, kind, 0, file.nbytes)]
+        yield from (Job(path, kind, *part) for part in cut(path, kind, job_bytes))
+    else:
+        yield Job(path, kind, 0, file.nbytes)
 
 
 def _jobs_of_lines(path: str, nbytes: int, job_bytes: int) -> Iterator[Job]:

@@ -89,9 +89,9 @@ class Rows:
         self, stores: Sequence[TokenStore], data: DataConfig, *, rows_per_step: int, seed: int
     ) -> None:
         self.stores, self.rows_per_step, self.seq_len = stores, rows_per_step, data.seq_len
-        self.packing = _packing(data, stores)
+        self.packing = choose_packing(data, stores)
         self._data, self._seed = data, seed
-        self._fits = [self._fit(store) for store in stores]
+        self._fits = [fit_samples(store, data, self.packing) for store in stores]
         self._documents = np.concatenate([each.documents for each in self._fits])
         self._lengths = np.concatenate([each.lengths for each in self._fits])
         counts = [each.documents.size for each in self._fits]
@@ -160,6 +160,9 @@ class Rows:
             samples=int(np.count_nonzero((pieces.begins >= 0) & (pieces.begins < self.seq_len))),
         )
 
+    def cursor(self, steps: int) -> None:
+        """What a checkpoint must hold of the rows after so many steps: nothing."""
+
     def describe(self) -> list[str]:
         """What the first epoch holds, and what was left out, in lines for the user."""
         layout, steps = self._epoch(0), self.total_steps(1)
@@ -188,19 +191,6 @@ class Rows:
             for store, kept in zip(self.stores, self._fits, strict=True)
             for document in np.setdiff1d(np.arange(store.documents), kept.documents).tolist()
         ]
-
-    def _fit(self, store: TokenStore) -> Fit:
-        mode = "split" if self.packing == "stream" else self._data.too_long
-        if mode == "error":
-            too_long = np.flatnonzero(store.lengths > self.seq_len)
-            if too_long.size:
-                first = int(too_long[0])
-                raise DataError(
-                    f"{store.where(first)}: this sample has {store.lengths[first]} tokens, but a row "
-                    f"(data.seq_len) only {self.seq_len}, and so it is with {too_long.size} samples; raise "
-                    "data.seq_len, or set data.too_long to cut or drop"
-                )
-        return fit(store.lengths, store.first_trained, self.seq_len, cut=mode == "cut", drop=mode == "drop")
 
     def _left_out(self) -> tuple[int, int, int, int]:
         """Samples that are cut, tokens they lose, samples that are dropped, those without a trained token."""
@@ -277,8 +267,28 @@ class Rows:
         return np.searchsorted(self._entry_ends, numbers, "right")
 
 
-def _packing(data: DataConfig, stores: Sequence[TokenStore]) -> Packing:
+def choose_packing(data: DataConfig, stores: Sequence[TokenStore]) -> Packing:
+    """`data.packing`, decided."""
     if data.packing != "auto":
         return data.packing
     plain = all(store.counts.by_format.keys() <= {"text"} and not store.masked for store in stores)
     return "stream" if plain else "whole"
+
+
+def fit_samples(store: TokenStore, data: DataConfig, packing: Packing) -> Fit:
+    """The documents of a store that are trained on.
+
+    Raises:
+        DataError: one is too long where `data.too_long` is error.
+    """
+    mode = "split" if packing == "stream" else data.too_long
+    if mode == "error":
+        too_long = np.flatnonzero(store.lengths > data.seq_len)
+        if too_long.size:
+            first = int(too_long[0])
+            raise DataError(
+                f"{store.where(first)}: this sample has {store.lengths[first]} tokens, but a row "
+                f"(data.seq_len) only {data.seq_len}, and so it is with {too_long.size} samples; raise "
+                "data.seq_len, or set data.too_long to cut or drop"
+            )
+    return fit(store.lengths, store.first_trained, data.seq_len, cut=mode == "cut", drop=mode == "drop")

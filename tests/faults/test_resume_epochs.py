@@ -10,6 +10,8 @@ from support.children import FORKS
 from support.runs import dump, final_planes, make_run, records, train, train_and_be_killed
 
 from tierstream.engine.config import RunConfig
+from tierstream.engine.data.files import fingerprint_files
+from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.io.errors import CheckpointError, ConfigError
 
 SAMPLES, STEPS = 7, 4
@@ -112,3 +114,30 @@ def test_steps_or_epochs(tmp_path: Path) -> None:
         type(config.train)(steps=3, epochs=2)
     with pytest.raises(ConfigError, match=r"train\.epochs is 0; it must be a number above 0"):
         type(config.train)(epochs=0)
+
+
+def test_resume_where_texts_are_tokenised_meanwhile(tmp_path: Path) -> None:
+    """Blocks of 3, 3 and 1 samples: 5 steps of 2 an epoch."""
+
+    def make_streamed(folder: Path) -> RunConfig:
+        config = make(folder)
+        sources = fingerprint_files(sorted(folder.glob("*.sample")))
+        config.data.tokenizer = str(train_tokenizer(sources, 258, folder / "tokenizer"))
+        config.data.streaming, config.data.shuffle_window = True, 3
+        config.train.epochs, config.train.steps = None, 7
+        config.train.rows_per_step, config.checkpoint.keep = 2, 7
+        return config
+
+    whole = make_streamed(tmp_path / "whole")
+    train(whole)
+    assert [record["samples"] for record in records(whole)] == [2, 1, 2, 1, 1, 2, 1]
+    names = [Path(name).name for record in records(whole)[:5] for name in record["sample_ids"]]
+    assert sorted(names) == [f"{n}.sample:1" for n in range(SAMPLES)]
+    for step in (1, 4, 5):
+        config = make_streamed(tmp_path / str(step))
+        config.checkpoint.resume = f"{whole.run_dir}/checkpoints/step-{step:08d}"
+        train(config)
+        assert trajectory(records(config)) == trajectory(records(whole)[step:])
+        assert same(final_planes(config), final_planes(whole))
+    with pytest.raises(ConfigError, match=r"data\.streaming is true, so .* set train\.steps"):
+        type(config)(run_dir="x", model=config.model, data=config.data)

@@ -37,6 +37,10 @@ OPTIONS = """\
 --data.weights FLOAT ...|null null
 --data.packing {auto,stream,whole,none} auto
 --data.too-long {cut,drop,error,split} cut
+--data.workers INT|null null
+--data.streaming {true,false} false
+--data.shuffle-window INT 4096
+--data.cache-dir TEXT|null null
 --optimizer.lr FLOAT 0.0001
 --optimizer.beta1 FLOAT 0.9
 --optimizer.beta2 FLOAT 0.95
