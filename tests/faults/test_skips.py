@@ -89,6 +89,8 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
     found = records(config)
     assert [m["skipped"] for m in found] == [m["step"] in skipped for m in found]
     assert [m["skipped_total"] for m in found] == [1, 1, 1, 2, 2, 2]
+    assert [m["sample_ids"] is not None for m in found] == [m["skipped"] for m in found]
+    assert set(found[0]["sample_ids"]) <= {f"{name}:1" for name in config.data.files}
     assert [m["optimizer_step"] for m in found] == [0, 1, 2, 2, 3, 4]
     assert [repr(found[step - 1]["grad_norm"]) for step in sorted(skipped)] == [repr(value)] * 2
     assert found[0]["lr"] == found[1]["lr"]
