@@ -13,7 +13,7 @@ five, or, with a loss kernel that works in place, the logit alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tierstream.engine.binding import Binding
+from tierstream.io.errors import ModelSourceError
 
 #: Label of a position that is not trained on.
 IGNORED = -100
@@ -81,12 +82,37 @@ class Head:
         sums = {leaves[index]: gradients[index] for index in used}
         run_chunk = self._plain_chunk if self._loss_kernel is None else self._fused_chunk
         with torch.enable_grad(), self._binding.bound(leaves):
-            for start in range(0, flat.shape[0], self._chunk_tokens):
-                rows = slice(start, start + self._chunk_tokens)
+            for rows in self._chunks(flat):
                 part = flat[rows].detach().requires_grad_()
                 losses, grad_hidden[rows] = run_chunk(part, targets[rows], trained_tokens, sums)
                 total += losses
         return total, grad_hidden.view(hidden.shape)
+
+    def cross_entropy(
+        self, weights: list[torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """The cross-entropy summed over trained tokens, 0-dim fp64; without a graph. Arguments as above."""
+        flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        with torch.no_grad(), self._binding.bound(weights):
+            for rows in self._chunks(flat):
+                logits = self._output(self._norm(flat[rows]))
+                if self._loss_kernel is None:
+                    total += F.cross_entropy(
+                        logits.float(), targets[rows], ignore_index=IGNORED, reduction="sum"
+                    )
+                else:
+                    total += self._loss_kernel(logits, targets[rows], 1, 0.0)[0].sum(dtype=torch.float64)
+        return total
+
+    def logits(self, weights: list[torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens, vocabulary] of `hidden` [tokens, hidden_size], without a graph."""
+        with torch.no_grad(), self._binding.bound(weights):
+            logits: torch.Tensor = self._output(self._norm(hidden)).float()
+        return logits
+
+    def _chunks(self, flat: torch.Tensor) -> Iterator[slice]:
+        return (slice(i, i + self._chunk_tokens) for i in range(0, flat.shape[0], self._chunk_tokens))
 
     def _plain_chunk(
         self, part: torch.Tensor, targets: torch.Tensor, trained_tokens: int, sums: Sums
@@ -133,3 +159,32 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)
+
+
+def final_norm(model: Any) -> nn.Module:
+    """The one child of the decoder that has parameters and is neither the embedding nor the layers.
+
+    Raises:
+        ModelSourceError: there are more, or the logits are more than a product with the output matrix.
+    """
+    decoder = model.get_decoder()
+    known = (model.get_input_embeddings(), decoder.layers)
+    rest = [
+        m
+        for m in decoder.children()
+        if next(m.parameters(), None) is not None and all(m is not k for k in known)
+    ]
+    config = model.config
+    special = [
+        key
+        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier")
+        if getattr(config, key, None) not in (None, 1, 1.0)
+    ]
+    if len(rest) != 1 or special:
+        what = (
+            f"config.{special[0]}"
+            if special
+            else f"{len(rest)} modules with parameters beside embedding and layers"
+        )
+        raise ModelSourceError(f"{type(model).__name__} has {what}; this model cannot be streamed yet")
+    return rest[0]

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tierstream.engine.assemble import build_model
+from tierstream.engine.batch import Batch
 from tierstream.engine.binding import Binding
 from tierstream.engine.config import RunConfig
 from tierstream.engine.head import Head
 from tierstream.engine.meta_model import materialise_buffers
-from tierstream.engine.sweep import Batch
 from tierstream.engine.units import TORCH_DTYPES, find_units
 
 #: `read(unit, plane, first element, out)`: fills `out` from a plane (`Store.read_range`).

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tierstream.engine import assemble, checkpoint
+from tierstream.engine.batch import Batch
 from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
@@ -35,7 +36,6 @@ from tierstream.engine.run_trace import RunTrace
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.saving import Saver
 from tierstream.engine.step_notes import StepNotes
-from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Trace
 from tierstream.engine.units import find_units
 from tierstream.io import durable, memory
@@ -146,13 +146,7 @@ class Run:
         self._trace.begin_step(self.step)
         begin = time.perf_counter()
         packed = self.rows.batch(self.step)
-        device = self.runtime.device.torch_device
-        ids, labels, positions = (
-            torch.from_numpy(array).to(device)
-            for array in (packed.input_ids, packed.labels, packed.position_ids)
-        )
-        padding = None if packed.padding is None else torch.from_numpy(packed.padding).to(device)
-        batch = Batch(ids, labels, positions, packed.trained_tokens, padding)
+        batch = Batch.of(packed, self.runtime.device.torch_device)
         # Random numbers (dropout) are a function of (seed, step): a resumed run needs no generator state.
         torch.manual_seed((config.train.seed * 1_000_003 + self.step) % 2**63)
         outcome = self.runtime.step(batch)

@@ -5,19 +5,25 @@
 
 The verdict of a step is carried out while the next one runs, or, where nothing is clipped or checked, during
 its own backward (`tierstream.engine.update`); `flush` carries it out at once, which gives the same bits.
+Between two steps passes forward may be made, to evaluate and to write samples: they leave nothing behind.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
+import torch
+
 from tierstream.engine.activations import ActivationStash
+from tierstream.engine.batch import Batch
 from tierstream.engine.device import Device
+from tierstream.engine.device_memory import DeviceMemory
 from tierstream.engine.device_state import DeviceState
 from tierstream.engine.download import Downloader
 from tierstream.engine.expert_cache import ExpertCache
@@ -30,9 +36,10 @@ from tierstream.engine.optimizer import OptimizerConfig, Verdict, judge, uncondi
 from tierstream.engine.plan import Plan
 from tierstream.engine.router_bias import BiasUpdate
 from tierstream.engine.router_loss import router_losses
-from tierstream.engine.sweep import Batch, Sweep
+from tierstream.engine.schedule import Schedules
+from tierstream.engine.sweep import Sweep
 from tierstream.engine.trace import Trace
-from tierstream.engine.units import ModelUnits, activation_unit
+from tierstream.engine.units import ModelUnits
 from tierstream.engine.update import UpdateDriver
 from tierstream.engine.upload import StepPlan, Uploader
 from tierstream.io.errors import TrainingStopped
@@ -120,11 +127,7 @@ class Runtime:
         )  # fmt: skip
         self.downloader = Downloader(device, store, layout, trace, self.updates.queue.failed)
         self.uploader = Uploader(device, store, layout, memory.slots, trace, memory.resident)
-        self._gradients = GradientBuffers(
-            device, self.downloader, self._order, memory.group_of, memory.sums, trace,
-            stored=self.updates.queue.stored, closed=self._update_now, absent=self._no_gradient,
-            resident=memory.resident,
-        )  # fmt: skip
+        self._gradients = self._gradient_buffers(memory)
         weights = {unit.name: self.uploader.buffer(unit.name) for unit in self._resident}
         self._state = DeviceState(device, store, layout, self._resident, weights, config, trace)
         self._stash = ActivationStash(
@@ -139,8 +142,9 @@ class Runtime:
             router_losses=self._router_losses,
         )  # fmt: skip
         self._uploads = self._sweep.uploads(self.updates.queue.wait, memory.group_of)
+        self._schedules = Schedules(layout, units, self._sweep.uses, self._idle, memory.resident, config)
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)
-        self.steady_schedule = self._schedule(self._steady_plan, updating=not config.updates_in_backward)
+        self.steady_schedule = self._steady_uses()
         self._idle_in_following: set[str] | None = None
         self._idle.expect_all_idle()
         self._follow_idle()
@@ -148,6 +152,13 @@ class Runtime:
         #: of the step under way, for updates during its backward
         self._unconditional = unconditional(config, applied_updates, total_updates)
         self._device_is_stale = True
+
+    def _gradient_buffers(self, memory: DeviceMemory) -> GradientBuffers:
+        return GradientBuffers(
+            self.device, self.downloader, self._order, memory.group_of, memory.sums, self.trace,
+            stored=self.updates.queue.stored, closed=self._update_now, absent=self._no_gradient,
+            resident=memory.resident,
+        )  # fmt: skip
 
     def _expert_cache(self, slots: int, nbytes: int) -> ExpertCache:
         return ExpertCache(
@@ -166,8 +177,41 @@ class Runtime:
         collect_now_and_then(outcome.verdict.update)
         return outcome
 
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
+        """The mean cross-entropy over the trained tokens of all `batches` (NaN if there are none), and their
+        number; forward alone, without dropout, after all updates. Nothing of the training changes.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
+        trained_tokens = 0
+        with self.forward_only() as begin_pass:
+            for batch in batches:
+                if batch.trained_tokens:
+                    total += self._sweep.evaluate(begin_pass(batch.padding), batch)
+                    trained_tokens += batch.trained_tokens
+        return total.item() / trained_tokens if trained_tokens else math.nan, trained_tokens
+
+    @contextmanager
+    def forward_only(self) -> Iterator[Callable[[torch.Tensor | None], StepPlan]]:
+        """Within, passes forward may be made with the weights that all updates so far give. What it yields
+        begins one, given its padding (None: there is none).
+        """
+        self._finish_updates()
+        self._state.load()
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield self._begin_pass
+        finally:
+            self.model.train()
+
     def flush(self) -> None:
-        """Carry out what is left of updates now: before a checkpoint, an evaluation or an export."""
+        """Carry out what is left of updates now, and bring the store up to date: before a checkpoint or an
+        export.
+        """
+        self._finish_updates()
+        self._state.save()
+
+    def _finish_updates(self) -> None:
         self.updates.queue.finish()
         pending, self._pending = self._pending, None
         works = {} if pending is None else self._idle.works(pending)
@@ -179,7 +223,6 @@ class Runtime:
         if pending is not None:
             self._update_resident(pending)
         self.updates.queue.finish()
-        self._state.save()
 
     def planes_changed(self) -> None:
         """Someone else has written planes of the store since the last `flush`."""
@@ -238,7 +281,7 @@ class Runtime:
             plan, pages = self._steady_plan, self._following
         else:
             plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
-            pages = [page for page, _ in self._schedule(plan, updating=pending is not None)]
+            pages = [page for page, _ in self._schedules.step(plan, updating=pending is not None)]
         if self.experts is not None and self._device_is_stale:
             self.experts.forget()
         self._state.load()
@@ -259,6 +302,17 @@ class Runtime:
         if not outcome.verdict.skipped:
             self._bias_update.apply()
         return outcome
+
+    def _begin_pass(self, padding: torch.Tensor | None) -> StepPlan:
+        """A pass forward begins."""
+        if self.experts is not None and self._device_is_stale:
+            self.experts.forget()
+        plan = self.uploader.plan(self._uploads[: self._sweep.forward_uses], stale=self._device_is_stale)
+        self._device_is_stale = False
+        self._bias_update.begin_step(padding)
+        pages = self._schedules.forward(plan)
+        self.store.begin_step(pages, pages)
+        return plan
 
     def _conclude(self, sums: Sequence[float], loss: float) -> Verdict:
         """The verdict over the step's gradients, to be carried out later, or already under way."""
@@ -305,8 +359,12 @@ class Runtime:
     def _follow_idle(self) -> None:
         """Those who were idle in the latest step are expected to be so in the steps that come."""
         if self._idle.names != self._idle_in_following:
-            uses = self._schedule(self._steady_plan, updating=not self._config.updates_in_backward)
-            self._following, self._idle_in_following = [page for page, _ in uses], set(self._idle.names)
+            self._following = [page for page, _ in self._steady_uses()]
+            self._idle_in_following = set(self._idle.names)
+
+    def _steady_uses(self) -> list[tuple[Page, Intent]]:
+        updating = not self._config.updates_in_backward
+        return self._schedules.step(self._steady_plan, updating=updating)
 
     def _update_resident(self, verdict: Verdict) -> None:
         """Enqueued ahead of their forward; streamed units are updated meanwhile."""
@@ -316,56 +374,3 @@ class Runtime:
     def _update_on_device(self, unit: Unit, verdict: Verdict) -> None:
         self._state.update(unit, self._gradients.held(unit), verdict)
         self._gradients.free(unit)
-
-    def _schedule(self, plan: StepPlan, *, updating: bool) -> list[tuple[Page, Intent]]:
-        """Every page use of a step, in the order in which it is expected.
-
-        Args:
-            updating: the update of the step before is carried out in forward.
-        """
-        uses: list[tuple[Page, Intent]] = []
-        seen: set[str] = set()
-
-        def add(pages: Sequence[Page], intent: Intent) -> None:
-            uses.extend((page, intent) for page in pages)
-
-        def add_gradient(unit: Unit) -> None:
-            if unit in self._resident:
-                return
-            if unit.name not in self._idle.names:
-                add(self.layout.pages(unit.name, "grad"), Intent.OVERWRITE)
-            if self._config.updates_in_backward:
-                uses.extend(self._idle.uses(unit))
-
-        def add_update(unit: Unit) -> None:
-            if updating and unit.name not in seen:
-                uses.extend(self._idle.uses(unit))
-                seen.add(unit.name)
-
-        units = {unit.name: unit for unit in self._order}
-        all_uses = self._sweep.uses
-        for index, (use, next_use) in enumerate(zip_longest(all_uses, all_uses[1:])):
-            if use.kind == "activation":
-                add(plan.pages(self.layout, index), Intent.CONSUME)
-                continue
-            add_update(units[use.unit])
-            add(plan.pages(self.layout, index), Intent.READ)
-            if use.layer is None:
-                if use.kind == "head" and not self.units.tied:
-                    add_gradient(units[use.unit])
-                continue
-            if next_use is not None and use[::2] == next_use[::2]:
-                continue  # more of the same layer comes
-            if use.kind == "forward" and not self._stash.on_device:
-                add(self.layout.pages(activation_unit(use.layer), "activation"), Intent.OVERWRITE)
-            for expert in self.units.experts[use.layer]:
-                add_update(expert)
-                if expert.name not in self._idle.names:
-                    add(self.layout.pages(expert.name, "weight"), Intent.READ)
-                if use.kind == "backward":
-                    add_gradient(expert)
-            if use.kind == "backward":
-                for unit in (self.units.layers[use.layer], *self.units.beside[use.layer]):
-                    add_gradient(unit)
-        add_gradient(self.units.embed)
-        return uses

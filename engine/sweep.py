@@ -10,9 +10,8 @@ the number of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,16 +20,18 @@ import torch
 from torch import nn
 
 from tierstream.engine.activations import ActivationStash
+from tierstream.engine.batch import Batch
 from tierstream.engine.binding import Binding
 from tierstream.engine.device import Device
 from tierstream.engine.device_memory import ACTIVATION_GROUP
 from tierstream.engine.expert_cache import ExpertCache
 from tierstream.engine.experts import StreamedExperts
 from tierstream.engine.gradients import GradientBuffers
-from tierstream.engine.head import Head
+from tierstream.engine.head import Head, final_norm
 from tierstream.engine.layer_call import LayerCall
 from tierstream.engine.layer_parts import LayerParts
 from tierstream.engine.router_loss import RouterLosses, layer_routers
+from tierstream.engine.routing import Choices
 from tierstream.engine.trace import Trace, Track
 from tierstream.engine.units import ModelUnits, activation_unit, experts_of
 from tierstream.engine.upload import StepPlan, Upload, Uploader
@@ -80,21 +81,6 @@ class _StreamedEmbedding(torch.autograd.Function):
         return None, None, None
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Rows of a step on the device: int64 [rows, seq_len] each; labels are shifted already.
-
-    Attributes:
-        padding: bool [rows, seq_len], positions that hold no token; None: there are none.
-    """
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    position_ids: torch.Tensor
-    trained_tokens: int
-    padding: torch.Tensor | None = None
-
-
 class Sweep:
     """Streams a model's layers through the device.
 
@@ -104,6 +90,10 @@ class Sweep:
         rows_per_chunk: rows that run through a layer at once.
         loss_chunk_tokens, z_loss_coef: see `Head`.
         router_losses: added to the cross-entropy.
+
+    Attributes:
+        uses: those of a step.
+        forward_uses: how many of them a pass forward makes; they are the first.
     """
 
     def __init__(
@@ -126,14 +116,12 @@ class Sweep:
         self._gradients, self._stash, self._trace = gradients, stash, trace
         self._rows_per_chunk, self._router_losses = rows_per_chunk, router_losses
         self._decoder = model.get_decoder()
-        self._outputs = {"use_cache": False}
-        if getattr(
-            model.config, "output_router_logits", False
-        ):  # transformers would keep those of all layers
-            self._outputs["output_router_logits"] = False
+        # transformers would keep those of all layers
+        keeps_logits = getattr(model.config, "output_router_logits", False)
+        self._outputs = {"output_router_logits": False} if keeps_logits else {}
         self._embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         self._anchor = torch.zeros((), requires_grad=True)
-        norm = _final_norm(model)
+        norm = final_norm(model)
         self._head_binding = Binding(model, [norm, output], units.head)
         self._head = Head(norm, output, self._head_binding, loss_chunk_tokens, z_loss_coef)
         self._embedding_binding = Binding(model, [self._embedding], units.embed)
@@ -143,6 +131,7 @@ class Sweep:
         self.uses = self._list_uses()
         self._use = {use: index for index, use in enumerate(self.uses)}
         self._head_use = Use("head", units.head.name)
+        self.forward_uses = self._use[self._head_use] + 1
 
     def _part_layers(self, model: Any, cache: ExpertCache | None) -> list[LayerParts]:
         units, parts = self._units, []
@@ -200,11 +189,7 @@ class Sweep:
             Means over the step's trained tokens, fp64 [2] on the device: see `Head.loss_and_gradient`.
         """
         self._stash.begin_step()
-        self._router_losses.begin_step(batch.padding)
-        self._uploader.begin(plan)
-        hidden = self._decoder(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, **self._outputs
-        ).last_hidden_state
+        hidden = self._hidden_states(plan, batch)
         weights = self._head_binding.tensors(self._take(self._head_use))
         sums = self._gradients.open(self._units.head).views()
         with torch.no_grad(), self._computing("head", self._units.head):
@@ -217,6 +202,51 @@ class Sweep:
         torch.autograd.backward(hidden, grad)
         self._uploader.finish()
         return losses
+
+    def evaluate(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
+        """A pass forward over `batch`, enqueued; under `no_grad`.
+
+        Returns:
+            The cross-entropy summed over the trained tokens, 0-dim fp64 on the device.
+        """
+        hidden = self._hidden_states(plan, batch)
+        with self._head_weights() as weights:
+            return self._head.cross_entropy(weights, hidden, batch.labels)
+
+    def next_logits(self, plan: StepPlan, cache: Any, **inputs: torch.Tensor) -> torch.Tensor:
+        """A pass forward over tokens that follow those in `cache`; under `no_grad`.
+
+        Args:
+            cache: of transformers; gets keys and values of the new tokens.
+            inputs: for the decoder.
+
+        Returns:
+            Logits of the last token of each row, fp32 [rows, vocabulary].
+        """
+        self._router_losses.begin_step(None)
+        self._uploader.begin(plan)
+        hidden = self._decoder(**inputs, past_key_values=cache, use_cache=True, **self._outputs)
+        with self._head_weights() as weights:
+            return self._head.logits(weights, hidden.last_hidden_state[:, -1])
+
+    def _hidden_states(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
+        """What the decoder gives, without its final norm; uploads begin."""
+        self._router_losses.begin_step(batch.padding)
+        self._uploader.begin(plan)
+        output = self._decoder(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **self._outputs
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    @contextmanager
+    def _head_weights(self) -> Iterator[list[torch.Tensor]]:
+        """Within, those of the head, the last upload of a pass forward."""
+        weights = self._head_binding.tensors(self._take(self._head_use))
+        with self._computing("head", self._units.head):
+            yield weights
+        self._release(self._head_use)
+        self._uploader.finish()
 
     def expert_tokens(self) -> list[dict[int, int]]:
         """Of each layer with experts, in the latest step: expert -> tokens, of those that had any."""
@@ -235,17 +265,22 @@ class Sweep:
     def layer_forward(self, call: LayerCall, hidden: torch.Tensor) -> torch.Tensor:
         self._stash.put(call.layer, hidden)
         call.rng = self._device.rng_state()
-        parts = self._layers[call.layer]
-        uses = [Use("forward", unit.name, call.layer) for unit in parts.units]
+        return self._layer_output(call, hidden)
+
+    def _layer_output(self, call: LayerCall, hidden: torch.Tensor) -> torch.Tensor:
+        with self._layer_weights(call.layer, call.choices):
+            return _joined(hidden, ((rows, call.run(hidden[rows], rows)) for rows in self._chunks(call.rows)))
+
+    @contextmanager
+    def _layer_weights(self, layer: int, choices: Choices) -> Iterator[None]:
+        """Within, a layer has its weights, for a run without a graph that keeps what its routers choose."""
+        parts = self._layers[layer]
+        uses = [Use("forward", unit.name, layer) for unit in parts.units]
         weights = parts.tensors([self._take(use) for use in uses])
-        with (
-            self._computing("forward", parts.units[0]),
-            parts.forward(weights, call.choices),
-        ):
-            out = _joined(hidden, ((rows, call.run(hidden[rows], rows)) for rows in self._chunks(call.rows)))
+        with self._computing("forward", parts.units[0]), parts.forward(weights, choices):
+            yield
         for use in uses:
             self._release(use)
-        return out
 
     def layer_backward(self, call: LayerCall, grad_out: torch.Tensor) -> torch.Tensor:
         parts = self._layers[call.layer]
@@ -331,8 +366,13 @@ class Sweep:
 
     def _layer_shim(self, index: int, forward: Any) -> Any:
         def shim(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("past_key_values") is not None:  # a few tokens of a few rows, all at once
+                with self._layer_weights(index, Choices()):
+                    return forward(*args, **kwargs)
             call = LayerCall(index, forward, args, kwargs)
             hidden, call.hidden = call.hidden, None
+            if not torch.is_grad_enabled():
+                return self._layer_output(call, hidden)
             return _StreamedLayer.apply(self, call, hidden)
 
         return shim
@@ -348,28 +388,3 @@ def _joined(like: torch.Tensor, parts: Iterable[tuple[slice, torch.Tensor]]) -> 
         whole[rows] = part
     assert whole is not None
     return whole
-
-
-def _final_norm(model: Any) -> nn.Module:
-    """The one child of the decoder that has parameters and is neither the embedding nor the layers."""
-    decoder = model.get_decoder()
-    known = (model.get_input_embeddings(), decoder.layers)
-    rest = [
-        m
-        for m in decoder.children()
-        if next(m.parameters(), None) is not None and all(m is not k for k in known)
-    ]
-    config = model.config
-    special = [
-        key
-        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier")
-        if getattr(config, key, None) not in (None, 1, 1.0)
-    ]
-    if len(rest) != 1 or special:
-        what = (
-            f"config.{special[0]}"
-            if special
-            else f"{len(rest)} modules with parameters beside embedding and layers"
-        )
-        raise ModelSourceError(f"{type(model).__name__} has {what}; this model cannot be streamed yet")
-    return rest[0]

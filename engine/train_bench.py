@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from tierstream.engine import assemble
+from tierstream.engine.batch import Batch
 from tierstream.engine.bound import Bound, Rates, plan_bound
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
@@ -29,7 +30,6 @@ from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import Plan
 from tierstream.engine.resident import ResidentModel
 from tierstream.engine.runtime import Runtime, Traffic
-from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Span, Trace
 from tierstream.engine.units import ModelUnits, find_units
 from tierstream.io import memory

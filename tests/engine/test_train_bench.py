@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tierstream.engine import kernels
+from tierstream.engine.batch import Batch
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
@@ -24,7 +25,6 @@ from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig, step_flop
 from tierstream.engine.shapes import ShapeName, architecture
-from tierstream.engine.sweep import Batch
 from tierstream.engine.train_bench import (
     EVERYTHING,
     GpuMemory,

@@ -14,10 +14,10 @@ import torch
 from support.rig import PlainTraining, Setup, rig, same_bits, tiny_config
 from support.token_stores import UNTRAINED, store_of
 
+from tierstream.engine.batch import Batch
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.optimizer import OptimizerConfig
-from tierstream.engine.sweep import Batch
 
 #: With so large an eps AdamW's first step is one of SGD, but for a factor: it does not blow rounding up.
 OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, clip_norm=None, weight_decay=0.0, schedule="constant")

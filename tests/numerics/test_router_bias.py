@@ -13,10 +13,10 @@ from support.families import moe_config
 from support.rig import Setup, batches, rig
 from support.runs import VOCABULARY, final_planes, make_run, train
 
+from tierstream.engine.batch import Batch
 from tierstream.engine.config import RunConfig
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.router_bias import biases_of
-from tierstream.engine.sweep import Batch
 from tierstream.engine.units import experts_of
 from tierstream.io.errors import ConfigError
 from tierstream.tiered.snapshot import Snapshot

@@ -13,10 +13,10 @@ from support.families import moe_config
 from support.rig import PlainTraining, Setup, rig
 from torch.overrides import TorchFunctionMode
 
+from tierstream.engine.batch import Batch
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.router_bias import biases_of
-from tierstream.engine.sweep import Batch
 from tierstream.engine.units import experts_of
 
 #: Gate of the first layer with experts.

@@ -16,6 +16,7 @@ import transformers
 from support import families
 from support.stores import drives_in
 
+from tierstream.engine.batch import Batch
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device import CopyFaults, Device
 from tierstream.engine.meta_model import materialise_buffers
@@ -24,7 +25,6 @@ from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig, make_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.state import PlaneWriter
-from tierstream.engine.sweep import Batch
 from tierstream.engine.trace import Trace, TracedDirectory
 from tierstream.engine.units import find_units
 from tierstream.io.backend import open_backend

@@ -28,10 +28,10 @@ from tierstream.tools.bench.train_options import TrainBenchOptions, errors_name_
 from tierstream.tools.options import parse_options
 
 if TYPE_CHECKING:
+    from tierstream.engine.batch import Batch
     from tierstream.engine.bound import Rates
     from tierstream.engine.byte_size import ByteSize
     from tierstream.engine.machine import KnownDrive
-    from tierstream.engine.sweep import Batch
     from tierstream.engine.train_bench import Setting
     from tierstream.tools.bench.training import MeasuredCase, Row
 

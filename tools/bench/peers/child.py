@@ -15,11 +15,11 @@ from typing import Any, TextIO
 
 import torch
 
+from tierstream.engine.batch import Batch
 from tierstream.engine.initialise import init_weights
 from tierstream.engine.meta_model import build_meta_model, materialise_buffers
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.resident import replace_parameters
-from tierstream.engine.sweep import Batch
 from tierstream.engine.train_bench import random_batch
 from tierstream.engine.units import find_units
 from tierstream.io import memory

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tierstream.engine.sweep import Batch
+from tierstream.engine.batch import Batch
 from tierstream.engine.units import find_units
 from tierstream.tools.bench.peers import Job
 from tierstream.tools.bench.peers.child import Training, build_model, loss_of, parameter_groups, serve
