@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tierstream.engine import initialise, kernels, source
+from tierstream.engine import checkpoint, initialise, kernels, source
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
 from tierstream.engine.machine import KnownDrive
@@ -112,6 +112,7 @@ def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Devic
         update_threads=update_threads(config),
         available_bytes=memory.memory_budget().available_bytes,
         expert_nbytes=config.moe.gpu_cache,
+        copy_memory=config.checkpoint.copy_memory if config.checkpoint.on_the_way else 0,
     )
 
 
@@ -142,15 +143,15 @@ def check_paths(config: RunConfig) -> dict[str, TransferPath]:
 def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     """Refuse a run whose files cannot fit, before anything is written.
 
-    Needs of folders on one file system are added: the state and what may spill on the drives, and `keep + 1`
-    checkpoints in the run directory, since an old one is removed only when its successor is durable.
+    Needs of folders on one file system are added: the state and what may spill on the drives, and the
+    checkpoints that stand side by side in the run directory, without those that are there already.
 
     Raises:
         StorageError: names the directory, the bytes needed and the bytes free.
     """
-    saves = 0
-    if config.checkpoint.every_steps is not None or config.checkpoint.at_end:
-        saves = 1 if config.checkpoint.every_steps is None else config.checkpoint.keep + 1
+    there = len(checkpoint.checkpoints(run_dir / "checkpoints"))
+    most = config.checkpoint.most_at_once
+    saves = max(most - there, min(most, 1))
     checkpoints = (os.path.abspath(run_dir), saves * plan.durable_bytes)
     roots = [os.path.realpath(name) for name in config.tiers.nvme_dirs or []]
     for inner in roots:
@@ -228,6 +229,7 @@ def build_store(
         policy=config.tiers.policy,
         prefetch_bytes=plan.prefetch_bytes,
         writeback_bytes=plan.writeback_bytes,
+        copy_bytes=plan.copy_bytes,
         register=register,
         unregister=unregister,
         debug=debug,

@@ -26,19 +26,19 @@ class Control:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self.stop_reason: str | None = None
-        self.wants_save = False
+        self.wants_save = self.is_best = False
 
     def tell(self, text: str) -> None:
         """Have all callbacks hear of something rare, at once (`on_event`): it goes to the screen."""
         self._tell(text)
 
     def stop(self, reason: str) -> None:
-        """End the run, with a checkpoint as after its last step. The first reason stands."""
+        """End the run, with a checkpoint if it writes any. The first reason stands."""
         self.stop_reason = self.stop_reason or reason
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        self.wants_save = True
+    def save(self, *, best: bool = False) -> None:
+        """Write a checkpoint. `best`: keep it, as `checkpoints/best`, until a better one is there."""
+        self.wants_save, self.is_best = True, self.is_best or best
 
 
 class Callback:

@@ -2,24 +2,29 @@
 have changed.
 
 A checkpoint is a snapshot of the store (tierstream.tiered.snapshot) named `step-<8 digits>`. It is complete
-or not there; order is by step, as a number, never by time stamp.
+or not there; order is by step, as a number, never by time stamp. `best` is a link to that of the best
+evaluation, which is never removed.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config_tree import differences
 from tierstream.io import durable
 from tierstream.io.errors import CheckpointError, ConfigError
-from tierstream.tiered.snapshot import Snapshot, write_snapshot
-from tierstream.tiered.store import Store
+from tierstream.tiered.capture import Capture
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.snapshot_writer import write_capture
 
 _NAME = re.compile(r"step-(\d{8,})")
+_BEST = "best"
 
 #: Keys and sections of a run file that may differ on resume: they change no bit of the state. Data and model
 #: may lie elsewhere, but must be the same: the token stream is compared by its fingerprint, the architecture
@@ -50,11 +55,19 @@ class CheckpointConfig:
     """When the run is saved and what it continues from."""
 
     every_steps: int | None = None
-    """Steps between checkpoints; null: one at the end of the run."""
+    """Steps between checkpoints; null: none because of steps."""
+    every_minutes: float | None = None
+    """Minutes between checkpoints; null: none because of time."""
     keep: int = 2
     """Complete checkpoints that are kept; older ones are removed once a newer one is durable."""
+    keep_best: bool = False
+    """Keep the checkpoint of the best evaluation as well, as `checkpoints/best`, and write one where none is
+    due."""
     at_end: bool = True
     """Write a checkpoint after the last step."""
+    copy_memory: ByteSize | None = None
+    """Host memory for pages of the state that change before the checkpoint under way has them; null: a
+    quarter of what is free beside `tiers.dram`. Without, updates wait for the drive of the checkpoint."""
     resume: str = "none"
     """none: a new run. auto: the newest complete checkpoint of `run_dir`, or a new run if there is none.
     Else: a checkpoint directory."""
@@ -64,8 +77,20 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
             raise ConfigError(f"checkpoint.every_steps is {self.every_steps}; it must be >= 1, or null")
+        if self.every_minutes is not None and not 0 < self.every_minutes < float("inf"):
+            raise ConfigError(f"checkpoint.every_minutes is {self.every_minutes}; it must be > 0, or null")
         if self.keep < 1:
             raise ConfigError(f"checkpoint.keep is {self.keep}; it must be >= 1")
+
+    @property
+    def on_the_way(self) -> bool:
+        """Checkpoints are written while training goes on."""
+        return self.every_steps is not None or self.every_minutes is not None or self.keep_best
+
+    @property
+    def most_at_once(self) -> int:
+        """Checkpoints that stand side by side: an old one goes when its successor is durable."""
+        return self.keep + 1 + self.keep_best if self.on_the_way else int(self.at_end)
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -109,21 +134,35 @@ def find_resume(resume: str, directory: Path, run_id: str | None) -> Snapshot | 
     return None
 
 
-def save(store: Store, directory: Path, step: int, state: Mapping[str, object], keep: int) -> Path:
-    """Write the checkpoint of `step`, then remove this run's older ones beyond `keep`, and what a crash left
-    half-written.
+def write(
+    capture: Capture, directory: Path, step: int, state: Mapping[str, object], *, best: bool = False
+) -> Path:
+    """Write the checkpoint of `step`. One of the same step, of an earlier process, stands until this one
+    takes its place.
+
+    Args:
+        best: it is that of the best evaluation so far.
     """
     path = checkpoint_path(directory, step)
-    if path.exists():
-        durable.remove_tree(path)
-    write_snapshot(store, path, dict(state))
-    own = [old for _, old in checkpoints(directory) if _run_id(old) == state.get("run_id")]
+    write_capture(capture, path, state, replace=True)
+    if best:
+        durable.write_link(directory / _BEST, path.name)
+    return path
+
+
+def rotate(directory: Path, newest: Path, keep: int) -> None:
+    """Remove what is beyond `keep` of the checkpoints of a run up to `newest`, but never the best, and what a
+    crash left half-written.
+    """
+    found, run_id = checkpoints(directory), _run_id(newest)
+    best = os.readlink(directory / _BEST) if (directory / _BEST).is_symlink() else None
+    last = next(step for step, path in found if path == newest)
+    own = [path for step, path in found if step <= last and path.name != best and _run_id(path) == run_id]
     for old in own[:-keep]:
         durable.remove_tree(old)
     for leftover in _entries(directory):
-        if leftover.suffix in (".tmp", ".removing"):
+        if leftover.suffix in (".tmp", ".removing") and not leftover.is_symlink():
             durable.remove_tree(leftover)
-    return path
 
 
 def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: list[str] | None) -> None:

@@ -170,6 +170,8 @@ class RunSummary:
     """Why the run ended before its last step; None: it did not."""
     checkpoint: str | None = None
     """The newest complete checkpoint."""
+    failed_checkpoints: int = 0
+    """Checkpoints that could not be written; training went on."""
 
     def add(self, metrics: StepMetrics) -> None:
         """Count one more step."""

@@ -14,6 +14,7 @@ from tierstream.engine.device_memory import IN_FLIGHT_PAGES, DeviceMemory, divid
 from tierstream.engine.granules import DEVICE_GRANULES, device_granule_nbytes
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
+from tierstream.tiered.capture import READS_AHEAD
 from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round_up
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ _FRAMES_MIN = 24
 _PAGE_SMALL_BYTES, _PAGE_GOOD_BYTES = 64 << 10, 1 << 20
 #: Share of the memory that is free at start which an automatic DRAM budget takes.
 _AUTO_DRAM_SHARE = 0.7
+#: Share of what is then still free for copies of pages that change while a checkpoint is written.
+_AUTO_COPY_SHARE = 0.25
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,6 +110,8 @@ class Plan:
     tokens_per_step: int
     page_bytes: int
     dram_bytes: int
+    copy_bytes: int
+    """Host memory beside it, for pages that change while a checkpoint is written."""
     durable_bytes: int
     step_local_bytes: int
     prefetch_bytes: int
@@ -187,6 +192,29 @@ def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_byt
     return pages * page
 
 
+def size_copies(wanted: int | None, layout: Layout, spare_bytes: int, *, on_drives: bool) -> int:
+    """Bytes for copies of pages that change while a checkpoint is written; whole pages, never more than all
+    that is durable.
+
+    Args:
+        wanted: `checkpoint.copy_memory`.
+        spare_bytes: host memory that is free beside the DRAM tier.
+        on_drives: pages that are not in DRAM pass through these copies, so there are some.
+
+    Raises:
+        BudgetError: more is wanted than is free.
+    """
+    page = layout.page_bytes
+    if wanted is not None and wanted > spare_bytes:
+        raise BudgetError(
+            f"checkpoint.copy_memory is {format_bytes(wanted)}, but only {format_bytes(max(spare_bytes, 0))} "
+            "of host memory are free beside the DRAM tier; lower it, or tiers.dram"
+        )
+    most = sum(layout.page_count(*key) for key, spec in layout.planes.items() if spec.durable)
+    budget = max(0, int(_AUTO_COPY_SHARE * spare_bytes)) if wanted is None else wanted
+    return page * min(most, max(budget // page, READS_AHEAD if on_drives else 0))
+
+
 def page_warning(config: TiersConfig, plan: Plan) -> str | None:
     """What to say where a small DRAM budget over drives made the pages small."""
     if config.page is not None or config.nvme_dirs is None or plan.dram_bytes >= plan.durable_bytes:
@@ -229,6 +257,7 @@ def make_plan(
     update_threads: int,
     available_bytes: int,
     expert_nbytes: int | None = None,
+    copy_memory: int | None = 0,
 ) -> tuple[Plan, Layout]:
     """Plan of a run and the layout of its planes.
 
@@ -237,6 +266,7 @@ def make_plan(
         update_threads: CPU threads of the update.
         available_bytes: host memory that may still be used.
         expert_nbytes: device memory for weights of experts; None: a few experts.
+        copy_memory: see `size_copies`.
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
@@ -259,12 +289,15 @@ def make_plan(
         passing_nbytes=_passing_nbytes(units, layout, on_device=on_device),
     )  # fmt: skip
     layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident)
-    dram = size_dram(tiers, layout, available_bytes, memory.nbytes if device_in_host else 0)
+    in_host = memory.nbytes if device_in_host else 0
+    dram = size_dram(tiers, layout, available_bytes, in_host)
+    on_drives = tiers.nvme_dirs is not None
     plan = Plan(
         parameters=units.numel,
         tokens_per_step=rows * seq_len,
         page_bytes=layout.page_bytes,
         dram_bytes=dram,
+        copy_bytes=size_copies(copy_memory, layout, available_bytes - in_host - dram, on_drives=on_drives),
         durable_bytes=layout.nbytes(durable=True),
         step_local_bytes=layout.nbytes(durable=False),
         prefetch_bytes=int(dram // 4 if tiers.prefetch is None else tiers.prefetch),

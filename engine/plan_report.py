@@ -55,7 +55,7 @@ def describe_plan(
         ),
         TierPlan(
             tier="dram",
-            holds=f"{plan.dram_bytes // plan.page_bytes} pages of {plan.page_bytes} bytes",
+            holds=_in_dram(plan),
             used_bytes=plan.dram_bytes,
             limit_bytes=config.tiers.dram,
         ),
@@ -76,6 +76,12 @@ def describe_plan(
         machine=describe_machine() | {name: version(name) for name in ("transformers", "tierstream")},
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _in_dram(plan: Plan) -> str:
+    pages = f"{plan.dram_bytes // plan.page_bytes} pages of {plan.page_bytes} bytes"
+    copies = plan.copy_bytes // plan.page_bytes
+    return f"{pages}; beside them {copies} for checkpoints" if copies else pages
 
 
 def _on_device(plan: Plan, units: ModelUnits) -> str:

@@ -130,6 +130,7 @@ class Run:
         report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, first, total)
         state |= {"settings": settings, "dtypes": dict(report.dtypes)}
         run = cls(config, callbacks, directory, rows, runtime, tier, state)
+        parts.enter_context(run._saver)
         directory.write_plan(report)
         callbacks.on_plan(report)
         return run
@@ -163,21 +164,25 @@ class Run:
         for line in self._notes.of(record, self._skipped_in_a_row):
             self.callbacks.on_event(line)
         self._check_skips()
-        self._saver.save_if_due(self.step, self._state, last=not self.goes_on)
+        self._saver.after_step(self.step, self._state)
 
     def finish(self) -> None:
-        """Write down what is known at the end. Raises `failure`."""
+        """Save the last step, and write down what is known at the end. Raises `failure`."""
+        stopped, settings = self.failure is not None or self.step < self.total_steps, self.config.checkpoint
+        has_run = self.summary.last_step is not None  # else nothing was left to do, and the result stands
+        save = has_run and (settings.at_end or (stopped and settings.on_the_way))
+        self._saver.finish(self.step, self._state, save=save)
+        self.runtime.flush()
         self._trace.end(self.summary)
         self._draw_experts()
-        self.runtime.flush()
         self.summary.checkpoint = str(self._saver.newest) if self._saver.newest else None
+        self.summary.failed_checkpoints = self._saver.failed
         self.summary.drives = self._tier.totals() if self._tier else {}
-        if self.failure is not None:
-            self.summary.stopped = str(self.failure)
-        else:
-            self.summary.stopped = self.callbacks.control.stop_reason
-        if self.summary.last_step is not None:  # else nothing was left to do, and the result stands
+        if stopped:
+            self.summary.stopped = str(self.failure or self.callbacks.control.stop_reason)
+        if has_run:
             self.directory.write_result(self.summary)
+        self.failure = self.failure or self._saver.error
         if self.failure is not None:
             raise self.failure
 

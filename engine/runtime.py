@@ -145,6 +145,7 @@ class Runtime:
         self._schedules = Schedules(layout, units, self._sweep.uses, self._idle, memory.resident, config)
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)
         self.steady_schedule = self._steady_uses()
+        self.update_order = [page for page, intent in self.steady_schedule if intent is Intent.UPDATE]
         self._idle_in_following: set[str] | None = None
         self._idle.expect_all_idle()
         self._follow_idle()

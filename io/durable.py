@@ -57,19 +57,52 @@ def write_file(path: PathLike, data: bytes) -> None:
     sync_directory(directory or ".")
 
 
-def publish_directory(temporary: PathLike, final: PathLike) -> None:
+def write_link(path: PathLike, target: str) -> None:
+    """Makes `path` a symbolic link to `target`, in place of the link that it was; after an error or a crash
+    it is one or the other.
+
+    Raises:
+        StorageError: a step failed, or `path` is a directory.
+    """
+    link = os.path.abspath(path)
+    temporary = f"{link}.tmp"
+    with storage_errors("linking", link):
+        with suppress(FileNotFoundError):
+            seam.current().unlink(temporary)
+        seam.current().symlink(target, temporary)
+    _rename(temporary, link)
+    sync_directory(os.path.dirname(link))
+
+
+def publish_directory(temporary: PathLike, final: PathLike, *, replace: bool = False) -> None:
     """Makes the finished directory `temporary`, with all it holds, durable under the name `final` beside it.
+
+    Args:
+        replace: a directory of that name is exchanged for the new one, in one step where the file system can
+            do that, and then removed.
 
     Raises:
         StorageError: `final` exists, or a step failed. Up to the rename `temporary` stays as it is.
     """
-    source, target = os.fspath(temporary), os.fspath(final)
+    source, target = os.fspath(temporary), os.path.abspath(final)
     _sync_tree(source)
-    if _exists(target):
+    replaced = _exists(target)
+    if replaced and not replace:
         cause = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         raise StorageError("publishing", target, cause, detail="remove it or choose another name")
-    _rename(source, target)
-    sync_directory(os.path.dirname(os.path.abspath(target)))
+    if not replaced:
+        _rename(source, target)
+    elif not _exchange(source, target):
+        _rename(target, target + REMOVING_SUFFIX)
+        try:
+            _rename(source, target)
+        except StorageError:
+            _rename(target + REMOVING_SUFFIX, target)
+            raise
+    sync_directory(os.path.dirname(target))
+    if replaced:
+        remove_tree(source)
+        remove_tree(target + REMOVING_SUFFIX)
 
 
 def remove_tree(path: PathLike) -> None:
@@ -126,6 +159,17 @@ def _write_new(path: str, data: bytes) -> None:
 def _rename(source: str, target: str) -> None:
     with storage_errors("renaming", source, detail=f"to {target}"):
         seam.current().rename(source, target)
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Swaps two names in one step; False: it cannot be done here."""
+    try:
+        seam.current().exchange(one, other)
+    except OSError as cause:
+        if cause.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            return False
+        raise StorageError("exchanging", one, cause, detail=f"with {other}") from cause
+    return True
 
 
 def _exists(path: str) -> bool:

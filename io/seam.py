@@ -8,6 +8,7 @@ full disk or a broken drive.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import struct
@@ -28,6 +29,8 @@ _AT_EMPTY_PATH = 0x1000
 _STATX_NBYTES = 256
 _STATX_MASK_OFFSET = 0
 _STATX_DIO_OFFSET = 0x98
+# renameat2(2): from linux/fs.h.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -92,6 +95,14 @@ class Syscalls:
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
+
+    def exchange(self, one: str, other: str) -> None:
+        """Swaps two names (renameat2, RENAME_EXCHANGE); ENOSYS or EINVAL where that is not possible."""
+        if not hasattr(_libc, "renameat2"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), one)
+        names = os.fsencode(one), os.fsencode(other)
+        if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), one)
 
     def symlink(self, target: str, path: str) -> None:
         os.symlink(target, path)

@@ -10,12 +10,12 @@ for itself, and only `OVERTAKES_MAX` times.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
 
 from tierstream.io.errors import BudgetError, InvariantError
+from tierstream.tiered.capture import Capture
 from tierstream.tiered.frames import Entry, Frame, FramePool
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.lease import Intent, Lease
@@ -23,26 +23,13 @@ from tierstream.tiered.policy import Policy
 from tierstream.tiered.prefetch import Schedule, Window
 from tierstream.tiered.reclaim import Reclaimer
 from tierstream.tiered.stats import StoreStats
+from tierstream.tiered.transfers import Kind, Transfer
 
 #: Requests that may be granted ahead of the one at the head of the queue while it waits.
 OVERTAKES_MAX = 16
 #: Bytes of prefetch reads in flight: enough for any number of drives, few enough that a read which cannot
 #: wait is not queued behind a whole window.
 PREFETCH_IN_FLIGHT_BYTES = 512 << 20
-
-
-class Kind(Enum):
-    DEMAND = "demand read"
-    PREFETCH = "prefetch read"
-    WRITE = "write-back"
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One page on its way from or to NVMe."""
-
-    kind: Kind
-    entry: Entry
 
 
 class Cache:
@@ -93,6 +80,8 @@ class Cache:
         self._clock = 0
         self._error: BaseException | None = None
         self._prefetch_in_flight_bytes = 0
+        #: the latest; those who change a page ask it first
+        self._capture: Capture | None = None
 
     # Pages and leases
 
@@ -173,6 +162,11 @@ class Cache:
             self.pump()
             return
         self._stats.nvme_bytes_read += entry.nbytes
+        if transfer.buffer is not None:
+            assert self._capture is not None
+            self._capture.arrived(entry, transfer.buffer)
+            self.pump()
+            return
         if transfer.kind is Kind.PREFETCH:
             self._prefetch_in_flight_bytes -= entry.nbytes
         self.filled(entry)
@@ -199,6 +193,8 @@ class Cache:
         for lease in waiting:
             lease.error = self._error
             lease.wake()
+        if self._capture is not None:
+            self._capture.fail(self._error)
 
     def write_back(self, entries: Iterable[Entry] | None = None) -> list[Entry]:
         """Start write-backs of durable pages, as far as allowed; returns those to call again with after a
@@ -210,6 +206,30 @@ class Cache:
         if entries is None:
             entries = [entry for entry in self._entries.values() if entry.durable]
         return self._frames.write_back(entries)
+
+    # Captures
+
+    def begin_capture(self, first: Iterable[Page], buffers: list[Frame], lock: threading.Lock) -> Capture:
+        """See `Store.capture`."""
+        if self._capture is not None and not self._capture.closed:
+            raise InvariantError("a capture begins before the one before it is closed")
+        planes = self._layout.planes.items()
+        durable = (page for key, spec in planes if spec.durable for page in self._layout.pages(*key))
+        entries = [self.entry(page) for page in dict.fromkeys((*first, *durable))]
+        self._capture = Capture(self, self._layout, entries, buffers, lock)
+        return self._capture
+
+    def read_aside(self, entry: Entry, buffer: Frame) -> None:
+        self._issue(Transfer(Kind.ASIDE, entry, buffer))
+
+    def hold(self, entry: Entry) -> None:
+        self._frames.withdraw(entry)
+        entry.lease(alone=False)
+
+    def let_go(self, entry: Entry) -> None:
+        entry.check_seal()
+        entry.unlease(alone=False)
+        self._frames.settle(entry)
 
     # Granting
 
@@ -250,6 +270,7 @@ class Cache:
                 self._bind_for_head(entry, intent, frame)
             elif entry.writer or (intent is not Intent.READ and (entry.readers or entry.writing)):
                 ready = False
+        ready = ready and (self._capture is None or self._capture.admits(lease))
         if ready:
             self._grant(lease)
         if short and not self._window.active:
@@ -258,7 +279,7 @@ class Cache:
 
     def _bind_for_head(self, entry: Entry, intent: Intent, frame: Frame) -> None:
         """Give the page its frame; a read may start before the request is complete."""
-        if entry.stored and intent is not Intent.OVERWRITE:
+        if entry.stored and (entry.owed or intent is not Intent.OVERWRITE):
             entry.bind(frame, filling=True)
             entry.demanded = True
             self._issue(Transfer(Kind.DEMAND, entry))
@@ -305,6 +326,8 @@ class Cache:
             return True
         if not (entry.stored or entry.durable or lease.intents[index] is Intent.OVERWRITE):
             return True
+        if alone and entry.owed:
+            return True
         for earlier in entry.requests:
             if earlier is lease:
                 break
@@ -344,6 +367,8 @@ class Cache:
             entry.last_use = self._clock
             if lease.scheduled:
                 self._consume(entry)
+        if self._capture is not None:
+            lease.copies = self._capture.copies(lease)
         lease.granted = True
         lease.wake()
 

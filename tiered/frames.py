@@ -49,12 +49,15 @@ class Entry:
         seal: checksum of its frame after the last fill or change; kept in debug mode only.
         demanded: it is read for the request at the head of the queue.
         prefetched: prefetch brought it, and it was not used since.
+        owed: a capture wants its content as it is now (`tierstream.tiered.capture`).
+        fetched: the capture is reading it from its file, which may not change meanwhile.
     """
 
     __slots__ = (
-        "array", "blank", "cleaned", "content_bytes", "cursor", "demanded", "dirty", "durable", "filling",
-        "frame", "last_use", "later", "nbytes", "next_use", "padded", "page", "pinned", "prefetched",
-        "readers", "requests", "seal", "stored", "uses", "victim", "waiters", "writer", "writing",
+        "array", "blank", "cleaned", "content_bytes", "cursor", "demanded", "dirty", "durable", "fetched",
+        "filling", "frame", "last_use", "later", "nbytes", "next_use", "owed", "padded", "page", "pinned",
+        "prefetched", "readers", "requests", "seal", "stored", "uses", "victim", "waiters", "writer",
+        "writing",
     )  # fmt: skip
 
     def __init__(self, page: Page, layout: Layout) -> None:
@@ -81,6 +84,8 @@ class Entry:
         self.prefetched = False
         self.seal: int | None = None
         self.demanded = False
+        self.owed = False
+        self.fetched = False
         #: leases that were granted while it was filling
         self.waiters: list[Lease] = []
         #: queued requests that name it, oldest first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -45,8 +46,8 @@ class Lease:
     """
 
     __slots__ = (
-        "arrays", "blocked_on", "entries", "error", "event", "granted", "held", "intents", "overtaken",
-        "owner", "paddings", "pages", "pinned", "scheduled", "unfilled", "zeroes",
+        "arrays", "blocked_on", "copies", "entries", "error", "event", "granted", "held", "intents",
+        "overtaken", "owner", "paddings", "pages", "pinned", "scheduled", "unfilled", "zeroes",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +73,8 @@ class Lease:
         #: granted pages that are overwritten in a frame with who knows what in their padding; the caller's
         #: thread clears it
         self.paddings: list[Entry] = []
+        #: what the caller's thread has to do for a capture before the caller may change anything
+        self.copies: list[Callable[[], None]] = []
         #: requests granted ahead of this one while it was at the head
         self.overtaken = 0
         #: index of the page that kept it from overtaking the last time

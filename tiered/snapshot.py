@@ -1,14 +1,8 @@
-"""Snapshots: the durable planes of a store and a state, in a directory that is complete or not there.
+"""Snapshots: the durable planes of a store and a state, in a directory that is complete or not there. How one
+is written: `tierstream.tiered.snapshot_writer`.
 
-Writing goes to `<path>.tmp` beside the target, so that the last step is a rename on one drive:
-
-1. groups and arrays (`zarr.json`), then every page as a chunk file, its CRC-32C taken from the frame it is
-   written from; 2. `manifest.json`; 3. fsync of every file and directory; 4. rename to `<path>`; 5. fsync of
-   the parent.
-
-A crash before step 4 leaves a `.tmp` that nobody takes for a snapshot and that the next writer removes. Pages
-go through leases of the store, a few at a time, so writing and restoring need no memory beyond the DRAM
-budget.
+A `.tmp` is what a crash left of one, and no snapshot. Pages go through leases of the store, a few at a time,
+so restoring needs no memory beyond the DRAM budget.
 """
 
 from __future__ import annotations
@@ -16,119 +10,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from numpy.typing import NDArray
 
-from tierstream._native import crc32c
 from tierstream.io import seam
 from tierstream.io.backend import Backend
-from tierstream.io.drives import check_directory
-from tierstream.io.durable import make_directories, publish_directory, remove_tree
-from tierstream.io.errors import CheckpointError, StorageError, TierstreamError, storage_errors
+from tierstream.io.errors import CheckpointError, StorageError, storage_errors
 from tierstream.io.posix import PosixBackend
 from tierstream.io.transfer import Direction, transfer_all
 from tierstream.tiered.arena import Arena
-from tierstream.tiered.hierarchy import (
-    chunk_path,
-    create_arrays,
-    group_json,
-    make_directory,
-    read_small,
-    write_small,
-)
+from tierstream.tiered.hierarchy import chunk_path, read_small
 from tierstream.tiered.layout import Layout, Page, PlaneSpec, TensorSpec
 from tierstream.tiered.lease import Intent
-from tierstream.tiered.manifest import Manifest, decode, encode, plain_json
+from tierstream.tiered.manifest import Manifest, decode
 from tierstream.tiered.pagereader import SCRATCH_BYTES, Bytes, PageReader, PlaneReader
 from tierstream.tiered.store import Store
 
-#: Pages under way at once, each in one frame.
+#: Planes under way at once, each in one frame.
 _WORKERS = 4
-#: Room asked for beside the pages: JSON files, folders.
-_SLACK_BYTES = 1 << 20
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotInfo:
-    """What was written.
-
-    Attributes:
-        path: absolute path.
-        nbytes: bytes of all pages.
-        page_count: pages that have a file; those never written have none.
-    """
-
-    path: Path
-    nbytes: int
-    page_count: int
-
-
-def write_snapshot(store: Store, path: str | os.PathLike[str], state: Mapping[str, object]) -> SnapshotInfo:
-    """Write all durable planes and `state` to the new directory `path`, durably.
-
-    Nobody may change durable pages meanwhile. After an error nothing is left at `path`.
-
-    Args:
-        store: the planes.
-        path: must not exist; its parent directories are made.
-        state: JSON values.
-
-    Raises:
-        CheckpointError: `path` exists.
-        StorageError: too little space (both numbers, before anything is written), or an I/O error.
-    """
-    plain = plain_json(state)
-    target = os.path.abspath(path)
-    if os.path.lexists(target):
-        raise CheckpointError(f"checkpoint {target} exists: remove it or write to another directory")
-    parent, temporary = os.path.dirname(target), f"{target}.tmp"
-    make_directories(parent)
-    remove_tree(temporary)
-    durable = {key: spec for key, spec in store.layout.planes.items() if spec.durable}
-    layout = Layout(store.layout.page_bytes, durable)
-    everything = [page for key in durable for page in layout.pages(*key)]
-    pages = [page for page in everything if store.has_content(page)]
-    nbytes = sum(map(layout.page_nbytes, pages))
-    try:
-        make_directory(temporary)
-        # There and not in the parent: a scratch file that it leaves when killed goes with the rest.
-        check_directory(temporary, nbytes + _SLACK_BYTES)
-        write_small(f"{temporary}/zarr.json", group_json({}))
-        create_arrays(temporary, layout, durable.values())
-        checksums: dict[Page, int | None] = dict.fromkeys(everything)
-        with _backend() as backend:
-            found = _in_parallel(lambda page: _write_page(store, backend, temporary, page), pages)
-            checksums.update(zip(pages, found, strict=True))
-        write_small(f"{temporary}/manifest.json", encode(Manifest(layout, checksums, plain)))
-        publish_directory(temporary, target)
-    except BaseException:
-        with suppress(TierstreamError):
-            remove_tree(temporary)
-        raise
-    return SnapshotInfo(Path(target), nbytes, len(pages))
-
-
-def _write_page(store: Store, backend: Backend, root: str, page: Page) -> int:
-    path = chunk_path(root, *page)
-    with store.acquire([(page, Intent.READ)], scheduled=False) as lease:
-        frame = lease.arrays[0]
-        backend.create(path, len(frame))
-        file = backend.open(path, writable=True)
-        try:
-            written = file.write_from(frame, 0)
-            checksum = crc32c(frame.data)
-            written.result()
-        finally:
-            file.close()
-    return checksum
 
 
 class Snapshot:
@@ -136,7 +42,7 @@ class Snapshot:
 
     Attributes:
         path: absolute path.
-        state: the state that was given to `write_snapshot`.
+        state: the state that was written with it.
         layout: page size and planes of the snapshot.
         planes: (unit, plane) -> plane.
     """

@@ -13,30 +13,23 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tierstream.io.errors import BudgetError, ConfigError, InvariantError
-from tierstream.tiered.arena import POISON, Register, Unregister
-from tierstream.tiered.cache import Cache, Kind, Transfer
+from tierstream.tiered.arena import POISON, Arena, Register, Unregister
+from tierstream.tiered.cache import Cache
+from tierstream.tiered.capture import READS_AHEAD, Capture
 from tierstream.tiered.frames import Entry, FramePool, HomePool, UniformPool
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.lease import Intent, Lease
 from tierstream.tiered.policy import POLICIES
 from tierstream.tiered.prefetch import Schedule
 from tierstream.tiered.stats import Faults, StoreStats
+from tierstream.tiered.transfers import Directory, Kind, Transfer
 
 __all__ = ["Directory", "Faults", "Intent", "Lease", "Store", "StoreStats"]
-
-
-class Directory(Protocol):
-    """Where pages live that are not in DRAM: `ZarrDirectory`."""
-
-    def read(self, page: Page, frame: NDArray[np.uint8]) -> Future[int]: ...
-    def write(self, page: Page, frame: NDArray[np.uint8]) -> Future[int]: ...
-    def close(self) -> None: ...
 
 
 class Store:
@@ -52,6 +45,7 @@ class Store:
         policy: "lookahead" or "lru".
         prefetch_bytes: how far prefetch looks ahead on the schedule, in bytes of page uses; 0 turns it off.
         writeback_bytes: write-backs in flight at most.
+        copy_bytes: memory beside `dram_bytes` for pages that change before a capture of them is written.
         register: pins a range `(address, nbytes)` for the GPU, or raises; see `Arena`.
         unregister: takes the address of such a range.
         debug: fill freed frames with 0xFF, NaN in bfloat16 and in float32, and check by checksums that no
@@ -77,6 +71,7 @@ class Store:
         policy: str = "lookahead",
         prefetch_bytes: int,
         writeback_bytes: int,
+        copy_bytes: int = 0,
         register: Register | None = None,
         unregister: Unregister | None = None,
         debug: bool = False,
@@ -94,6 +89,7 @@ class Store:
         if debug:
             for frame in pool.arena.frames:
                 frame.fill(POISON)
+        self._copies = Arena([layout.page_bytes] * (copy_bytes // layout.page_bytes))
         self._directory = directory
         self._faults = faults
         self._transfers: SimpleQueue[Transfer | None] = SimpleQueue()
@@ -170,6 +166,8 @@ class Store:
                     lease.event.set()
         if not ready:
             self._wait(lease)
+        for copy in lease.copies:
+            copy()
         for padded in lease.paddings:
             padded.view()[padded.content_bytes :] = 0
         if self._faults is not None:
@@ -257,6 +255,21 @@ class Store:
 
     # Ends
 
+    def capture(self, first: Iterable[Page] = ()) -> Capture:
+        """The durable pages as they are now, to be written somewhere while they change.
+
+        Args:
+            first: pages in the order in which they will change; the others follow.
+
+        Raises:
+            InvariantError: an earlier capture is not closed, or a durable page is being changed.
+        """
+        with self._lock:
+            self._check()
+            if self.on_drives and not self._copies.frames:  # pages that are not in DRAM must pass somewhere
+                self._copies = Arena([self.layout.page_bytes] * READS_AHEAD)
+            return self._cache.begin_capture(first, self._copies.frames, self._lock)
+
     def flush(self) -> None:
         """Bring the chunk files of all durable planes up to date, and wait for it.
 
@@ -302,6 +315,7 @@ class Store:
         if self._directory is not None:
             self._directory.close()
         self._arena.close()
+        self._copies.close()
 
     def __enter__(self) -> Store:
         return self
@@ -352,7 +366,7 @@ class Store:
         while (transfer := self._transfers.get()) is not None:
             move = directory.write if transfer.kind is Kind.WRITE else directory.read
             try:
-                future = move(transfer.entry.page, transfer.entry.view())
+                future = move(transfer.entry.page, transfer.array)
             except BaseException as error:
                 self._ended(transfer, error)
             else:

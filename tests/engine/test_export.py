@@ -30,7 +30,8 @@ from tierstream.engine.state import PlaneWriter
 from tierstream.engine.units import build_layout, find_units
 from tierstream.io import seam
 from tierstream.io.errors import ConfigError, DataError, InvariantError, StorageError
-from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Store
 
 

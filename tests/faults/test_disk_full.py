@@ -1,11 +1,13 @@
-"""Drives that are full, or fail: said at the start where it can be known, else a clean stop. The last
-checkpoint is whole, and once there is room the run goes on from it to the same bits.
+"""Drives that are full, or fail: said at the start where it can be known; later a checkpoint less, or, where
+it is the last one or the state itself, a clean stop. Checkpoints that stand are whole, and once there is room
+the run goes on to the same bits.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import re
 import threading
@@ -17,7 +19,7 @@ import pytest
 import transformers
 from support.command import Command, nothing_is_half_made, nothing_is_locked, use_drive
 from support.drive_kinds import open_descriptors, small_ext4
-from support.faults import Call, Fault, FaultySyscalls
+from support.faults import Call, Fault, FaultySyscalls, fail
 from support.runs import final_planes, make_run, records, train
 
 from tierstream.engine.checkpoint import checkpoints
@@ -72,11 +74,11 @@ def goes_on(command: Command, config: RunConfig, unharmed: tuple[dict, list[dict
     assert [key for key in planes if ours[key].tobytes() != planes[key].tobytes()] == []
 
 
-def only_whole_checkpoints(command: Command, config: RunConfig, newest: int) -> None:
-    """The newest is that of step `newest`; each opens, and each of its bytes is right."""
+def only_whole_checkpoints(command: Command, config: RunConfig, *steps: int) -> None:
+    """Those of `steps` and nothing else; each opens, and each of its bytes is right."""
     directory = Path(config.run_dir) / "checkpoints"
     found = checkpoints(directory)
-    assert [step for step, _ in found] == [newest - 1, newest]
+    assert [step for step, _ in found] == list(steps)
     assert sorted(entry.name for entry in directory.iterdir()) == [path.name for _, path in found]
     for _, path in found:
         status, out, err = command.run("verify", str(path))
@@ -165,28 +167,81 @@ def test_a_drive_with_just_enough_room_is_enough(
         assert [record["bytes_written"]["nvme"] > 0 for record in records(config)] == [True, True]
 
 
-@pytest.mark.parametrize("when", ["before", "pages", "manifest"])
-def test_a_drive_filled_from_outside_stops_the_run_cleanly(
+#: Moments of the checkpoint of step 3.
+MOMENTS: dict[str, Callable[[Call], bool]] = {
+    "before": lambda call: call.name == "mkdir" and call.path.endswith("step-00000003.tmp"),
+    "pages": lambda call: call.name == "posix_fallocate" and "3.tmp/layers.1/exp_avg/" in call.path,
+    "manifest": lambda call: call.name == "open" and "3.tmp/manifest.json" in call.path,
+}
+
+
+def filled_in(drive: Path, when: str) -> Fault:
+    """The drive is full from a moment of the checkpoint of step 3 on."""
+    return once(MOMENTS[when], lambda: fill(drive, 600 << 10 if when == "before" else 0))
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+def test_a_drive_filled_from_outside_costs_a_checkpoint_and_not_the_run(
     command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]], when: str
 ) -> None:
-    """C27: while the checkpoint of step 3 is written."""
+    """C27: the run says so and goes on; the next checkpoint is written, since by then there is room."""
     config = make(tmp_path)
     with small_drive(tmp_path, 24 << 20) as drive:
         config.run_dir = str(drive / "run")
-        moments: dict[str, Callable[[Call], bool]] = {
-            "before": lambda call: call.name == "mkdir" and call.path.endswith("step-00000003.tmp"),
-            "pages": lambda call: call.name == "posix_fallocate" and "3.tmp/layers.1/exp_avg/" in call.path,
-            "manifest": lambda call: call.name == "open" and "3.tmp/manifest.json" in call.path,
-        }
-        leave_bytes = 600 << 10 if when == "before" else 0
-        faults = FaultySyscalls(once(moments[when], lambda: fill(drive, leave_bytes)))
-        with seam.injected(faults):
-            said = [f"{config.run_dir}/checkpoints/step-00000003.tmp", "No space left on device"]
-            command.refused_train(config, said + (["are needed there"] if when == "before" else []))
-        only_whole_checkpoints(command, config, newest=2)
+        next_begins = once(
+            lambda call: call.name == "mkdir" and call.path.endswith("step-00000004.tmp"),
+            lambda: (drive / "filler").unlink(),
+        )
+        with seam.injected(FaultySyscalls(filled_in(drive, when), next_begins)):
+            status, out, err = command.train(config)
+        assert (status, err) == (0, "")
+        directory = f"{config.run_dir}/checkpoints"
+        said = re.search(r"warning: the checkpoint of step 3 failed: (.*)", out)
+        assert said is not None, out
+        assert f"{directory}/step-00000003.tmp" in said[1]
+        assert "No space left on device" in said[1]
+        assert re.search(rf"It needs [\d.]+ KiB in {directory}, where [\d.]+ [KM]?i?B are free now", said[1])
+        assert said[1].endswith("the next is tried after step 4")
+        result = json.loads(Path(config.run_dir, "result.json").read_text())
+        assert result["failed_checkpoints"] == 1
+        assert result["checkpoint"] == f"{directory}/step-00000004"
+        only_whole_checkpoints(command, config, 2, 4)
+        assert [m["loss"] for m in records(config)] == [m["loss"] for m in unharmed[1]]
+        ours, planes = final_planes(config), unharmed[0]
+        assert [key for key in planes if ours[key].tobytes() != planes[key].tobytes()] == []
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
+    command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]]
+) -> None:
+    """C27: after all steps; what stands is whole, and from there the run goes on."""
+    config = make(tmp_path)
+    with small_drive(tmp_path, 24 << 20) as drive:
+        config.run_dir = str(drive / "run")
+        with seam.injected(FaultySyscalls(filled_in(drive, "pages"))):
+            said = [f"{config.run_dir}/checkpoints/step-00000004.tmp", "No space left on device"]
+            command.refused_train(config, said)
+        assert [m["step"] for m in records(config)] == [1, 2, 3, 4]
+        result = json.loads(Path(config.run_dir, "result.json").read_text())
+        assert (result["failed_checkpoints"], result["stopped"]) == (2, None)
+        only_whole_checkpoints(command, config, 1, 2)
         nothing_is_locked(config)
         (drive / "filler").unlink()
         goes_on(command, config, unharmed)
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", errno.EIO), ("rename", errno.EIO), ("mkdir", errno.EROFS)]
+)
+def test_other_errors_of_the_checkpoints_drive_are_treated_alike(
+    command: Command, tmp_path: Path, call: str, number: int
+) -> None:
+    config = make(tmp_path)
+    with seam.injected(FaultySyscalls(fail(number, on=call, path="*/step-00000003*", times=1))):
+        status, out, err = command.train(config)
+    assert (status, err) == (0, "")
+    assert f"errno {number}" in out
+    only_whole_checkpoints(command, config, 2, 4)
 
 
 def test_a_drive_of_state_filled_from_outside_lets_the_run_end(
@@ -266,7 +321,7 @@ def test_a_failing_drive_stops_the_step_that_needs_it(
     assert [text for text in said if text not in err] == [], err
     newest = checkpoints(Path(config.run_dir) / "checkpoints")[-1][0]
     assert newest in (2, 3)
-    only_whole_checkpoints(command, config, newest)
+    only_whole_checkpoints(command, config, newest - 1, newest)
     assert [m["step"] for m in records(config)] in ([*range(1, newest + 1)], [*range(1, newest + 2)])
     nothing_is_locked(config)
     goes_on(command, config, unharmed)

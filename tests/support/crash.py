@@ -24,6 +24,7 @@ from pathlib import Path
 
 from support.faults import Call, FaultySyscalls
 
+from tierstream.io import seam
 from tierstream.io.seam import HostBytes
 
 #: Takes back a change of names in a directory, given the path that the directory has now.
@@ -86,6 +87,15 @@ class CrashingSyscalls(FaultySyscalls):
                 shutil.copy(replaced, directory / new)
 
         self._changed(target, undo)
+
+    def exchange(self, one: str, other: str) -> None:
+        super().exchange(one, other)
+        names = os.path.basename(one), os.path.basename(other)
+
+        def undo(directory: Path) -> None:
+            seam.Syscalls().exchange(*(str(directory / name) for name in names))
+
+        self._changed(other, undo)
 
     def unlink(self, path: str) -> None:
         kept = self._keep(path)

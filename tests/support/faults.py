@@ -139,6 +139,10 @@ class FaultySyscalls(Syscalls):
         self._before("rename", target)
         super().rename(source, target)
 
+    def exchange(self, one: str, other: str) -> None:
+        self._before("exchange", other)
+        super().exchange(one, other)
+
     def symlink(self, target: str, path: str) -> None:
         self._before("symlink", path)
         super().symlink(target, path)

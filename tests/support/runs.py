@@ -13,7 +13,7 @@ from support.rig import tiny_config
 
 from tierstream.engine import config_file
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.checkpoint import CheckpointConfig, checkpoints
+from tierstream.engine.checkpoint import CheckpointConfig, checkpoint_path
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.machine import DEFAULT_TUNING
@@ -116,9 +116,9 @@ def records(config: RunConfig) -> list[dict]:
 
 
 def final_planes(config: RunConfig) -> dict[tuple[str, str], np.ndarray]:
-    """Durable planes of the newest checkpoint of this run."""
-    _, newest = checkpoints(Path(config.run_dir) / "checkpoints")[-1]
-    return snapshot_planes(Snapshot.open(newest))
+    """Durable planes of the checkpoint of this run's last step."""
+    last = records(config)[-1]["step"]
+    return snapshot_planes(Snapshot.open(checkpoint_path(Path(config.run_dir) / "checkpoints", last)))
 
 
 def snapshot_planes(snapshot: Snapshot) -> dict[tuple[str, str], np.ndarray]:

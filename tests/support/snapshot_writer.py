@@ -1,18 +1,21 @@
 """Writes snapshot after snapshot until it is killed: `python snapshot_writer.py <directory> <first step>`.
 
 Each is named `step-<n>`; its planes and its state are functions of the step, which is printed after each.
+While one is written the planes already change to those of the next.
 """
 
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from tierstream.tiered.layout import Layout, PlaneSpec
-from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.snapshot_writer import write_capture
 from tierstream.tiered.store import Store
 
 PAGE_BYTES = 16 << 10
@@ -47,7 +50,10 @@ def check(path: Path, step: int) -> None:
 
 
 def make_store() -> Store:
-    return Store(LAYOUT, dram_bytes=2 << 20, directory=None, prefetch_bytes=0, writeback_bytes=0)
+    return Store(
+        LAYOUT, dram_bytes=2 << 20, directory=None, prefetch_bytes=0, writeback_bytes=0,
+        copy_bytes=4 * PAGE_BYTES,
+    )  # fmt: skip
 
 
 def set_values(store: Store, step: int) -> None:
@@ -55,12 +61,17 @@ def set_values(store: Store, step: int) -> None:
         store.write_range(*key, 0, values(key, step))
 
 
-if __name__ == "__main__":
-    directory, first = Path(sys.argv[1]), int(sys.argv[2])
-    with make_store() as store:
+def write(directory: Path, first: int) -> None:
+    with make_store() as store, ThreadPoolExecutor(1) as pool:
+        set_values(store, first)
+        print("ready", flush=True)
         for step in count(first):
-            set_values(store, step)
-            if step == first:
-                print("ready", flush=True)
-            write_snapshot(store, directory / f"step-{step}", {"step": step})
+            with store.capture() as capture:
+                written = pool.submit(write_capture, capture, directory / f"step-{step}", {"step": step})
+                set_values(store, step + 1)
+                written.result()
             print(step, flush=True)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), int(sys.argv[2]))

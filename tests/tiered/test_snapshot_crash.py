@@ -20,7 +20,8 @@ from support.snapshot_writer import check, make_store, set_values
 
 from tierstream.io import seam
 from tierstream.io.errors import CheckpointError, StorageError
-from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.snapshot_writer import write_snapshot
 
 KILLS = 24
 

@@ -22,7 +22,8 @@ import numpy as np
 from tierstream.io.drives import Drive
 from tierstream.io.posix import PosixBackend
 from tierstream.tiered.layout import Layout, PlaneSpec
-from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Store
 from tierstream.tiered.zarrdir import ZarrDirectory
 

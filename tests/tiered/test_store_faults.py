@@ -32,7 +32,8 @@ from tierstream.io import seam
 from tierstream.io.errors import StorageError
 from tierstream.io.posix import PosixBackend
 from tierstream.tiered.layout import Page
-from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Intent, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
 

@@ -35,7 +35,8 @@ from tierstream.io.errors import InvariantError
 from tierstream.io.kvikio_backend import KvikioBackend, kvikio_problem
 from tierstream.io.posix import PosixBackend
 from tierstream.tiered.layout import Page
-from tierstream.tiered.snapshot import Snapshot, write_snapshot
+from tierstream.tiered.snapshot import Snapshot
+from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Faults, Intent, Lease, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
 

@@ -16,7 +16,7 @@ from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.plan import TiersConfig
 from tierstream.engine.run_directory import RunDirectory
 from tierstream.tiered.layout import Layout, PlaneSpec, pack_unit
-from tierstream.tiered.snapshot import write_snapshot
+from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Store
 from tierstream.tools import cli
 

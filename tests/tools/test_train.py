@@ -89,8 +89,11 @@ OPTIONS = """\
 --train.log-samples {true,false} false
 --train.trace-steps INT 0
 --checkpoint.every-steps INT|null null
+--checkpoint.every-minutes FLOAT|null null
 --checkpoint.keep INT 2
+--checkpoint.keep-best {true,false} false
 --checkpoint.at-end {true,false} true
+--checkpoint.copy-memory SIZE|null null
 --checkpoint.resume TEXT none
 --checkpoint.allow-changed TEXT ...|null null
 --log.tensorboard {true,false} false
