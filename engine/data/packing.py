@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 Packing = Literal["stream", "whole", "none"]
 TooLong = Literal["cut", "drop", "error", "split"]
 
-#: Samples that are packed with each other: many, so that the last row of them, often half empty, is one of
-#: many; and few enough for short searches.
-WINDOW_SAMPLES = 16384
+#: Samples that are packed with each other, and rows that they fill, at least: many, so that the last row of
+#: them, often half empty, is one of many; and few enough for short searches.
+WINDOW_SAMPLES, WINDOW_ROWS = 16384, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,10 @@ def _best_fit(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int6
     row with the least room that suffices.
     """
     begins, rows = np.empty(lengths.size, np.int64), 0
-    for start in range(0, lengths.size, WINDOW_SAMPLES):
-        window = lengths[start : start + WINDOW_SAMPLES]
+    samples_of_rows = WINDOW_ROWS * seq_len * lengths.size // max(1, int(lengths.sum()))
+    size = max(WINDOW_SAMPLES, samples_of_rows)
+    for start in range(0, lengths.size, size):
+        window = lengths[start : start + size]
         order = np.argsort(-window, kind="stable")
         placed, used = _place(window[order].tolist(), seq_len)
         begins[start + order] = np.array(placed, np.int64) + rows * seq_len

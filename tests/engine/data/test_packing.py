@@ -20,11 +20,10 @@ def int64(*values: int) -> np.ndarray:
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=60), window=st.integers(1, 70))
 def test_whole_samples_share_rows_and_none_is_cut(lengths: list[int], window: int) -> None:
-    packing.WINDOW_SAMPLES, before = window, packing.WINDOW_SAMPLES
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "WINDOW_SAMPLES", window)
+        patch.setattr(packing, "WINDOW_ROWS", 1)
         found = lay_out(np.arange(len(lengths)), np.array(lengths), 20, "whole")
-    finally:
-        packing.WINDOW_SAMPLES = before
     assert sorted(found.samples.tolist()) == list(range(len(lengths)))
     assert found.lengths.tolist() == [lengths[sample] for sample in found.samples]
     rows = found.begins // 20
@@ -47,6 +46,7 @@ def test_best_fit_by_hand() -> None:
 
 def test_windows_are_packed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "WINDOW_SAMPLES", 2)
+    monkeypatch.setattr(packing, "WINDOW_ROWS", 1)
     found = lay_out(np.arange(4), int64(6, 7, 4, 3), 10, "whole")
     assert found.samples.tolist() == [1, 0, 2, 3]
     assert found.begins.tolist() == [0, 10, 20, 24]
@@ -58,6 +58,12 @@ def test_a_million_samples_are_packed_in_seconds_and_nearly_without_padding() ->
     found = lay_out(np.arange(lengths.size), lengths, 4096, "whole")
     assert time.perf_counter() - begin < 10
     assert lengths.sum() / (4096 * found.rows) > 0.999
+
+
+def test_short_samples_fill_long_rows() -> None:
+    """However many it takes."""
+    found = lay_out(np.arange(200_000), np.full(200_000, 20), 1 << 17, "whole")
+    assert found.rows == -(-200_000 // ((1 << 17) // 20))
 
 
 def test_streams_lie_end_to_end() -> None:
