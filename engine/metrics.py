@@ -4,7 +4,6 @@ Knows nothing of torch.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstream.engine.expert_use import ExpertStep
-from tierstream.io.errors import ConfigError, storage_errors
+from tierstream.engine.json_lines import Record, each_record
 
 
 @dataclass(kw_only=True, slots=True)
-class StepMetrics:
+class StepMetrics(Record):
     """One step, one line of `metrics.jsonl`. Per-tier values are keyed by tier: `gpu`, `dram`, `nvme`."""
 
     step: int
@@ -87,21 +86,33 @@ class StepMetrics:
     z_loss: float | None = None
     """Mean of logsumexp(logits)^2 over the trained tokens, before `train.z_loss_coef`; likewise."""
 
-    def to_json(self) -> str:
-        """One line. Not-a-number stays visible as the token `NaN` (`Infinity`, `-Infinity`).
-
-        Python's json reads these tokens; a strict JSON reader refuses the line, which is better than a loss
-        of null or 0 that nobody notices.
-        """
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
     def from_json(cls, line: str) -> StepMetrics:
         """Raises ValueError or TypeError if `line` is no such record."""
-        metrics = cls(**json.loads(line))
+        metrics = super(StepMetrics, cls).from_json(line)
         if isinstance(metrics.experts, dict):
             metrics.experts = ExpertStep.from_plain(metrics.experts)
         return metrics
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalMetrics(Record):
+    """One evaluation, one line of `evaluations.jsonl`."""
+
+    step: int
+    """After which step it was made."""
+    loss: float
+    """Mean cross-entropy over all trained tokens of the evaluation set, in nats."""
+    perplexity: float
+    """`exp(loss)`."""
+    trained_tokens: int
+    """Tokens that count in the loss."""
+    seconds: float
+    """Wall-clock seconds, with an update that was still to be carried out."""
+    tokens_per_s: float
+    """Positions of the set, padding included, by `seconds`."""
+    best: bool
+    """The loss is the lowest so far, by more than `eval.min_delta`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,6 +161,10 @@ class RunSummary:
     """Steps that this process ran, both included; None: none."""
     loss: float | None = None
     """Loss of the last step that trained on any token."""
+    best_loss: float | None = None
+    """The lowest loss of an evaluation of the whole run; None: it was not evaluated."""
+    best_step: int | None = None
+    """The step after which it was."""
     tokens: int = 0
     trained_tokens: int = 0
     skipped_steps: int = 0
@@ -260,80 +275,11 @@ class PlanReport:
         return cls(tiers=tiers, drives=drives, **plain)
 
 
-class MetricsWriter:
-    """Appends one line per step; each is handed to the kernel at once, so it survives the process.
-
-    A resumed run repeats the steps after its checkpoint: their old lines are cut off first. Lines are in the
-    order of steps, so one `truncate` does it, and a crash at any instant leaves a file that the next resume
-    cuts at the same place. No step is ever in the file twice.
-
-    Args:
-        path: created if missing.
-        last_step: the step of the checkpoint that the run resumes from; 0: a new run.
-
-    Raises:
-        ConfigError: the file holds something else than such lines.
-        StorageError: it cannot be read or written.
-    """
-
-    def __init__(self, path: Path, *, last_step: int) -> None:
-        self._path = path
-        with storage_errors("opening", path):
-            end = _end_of_step(path, last_step) if path.exists() else 0
-            self._file = path.open(
-                "ab", buffering=0
-            )  # so that a failed write leaves nothing for `close` to try again
-            self._file.truncate(end)
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Append one line. Raises StorageError."""
-        rest = metrics.to_json().encode() + b"\n"
-        with storage_errors("writing", self._path):
-            while rest:
-                rest = rest[self._file.write(rest) :]
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """All complete lines of a `metrics.jsonl`; a last line without its end is the mark of a killed process.
-
-    Raises:
-        ConfigError: a line that is no record of a step.
-        OSError: the file cannot be read.
-    """
+    """All complete lines of a `metrics.jsonl`. Raises as `each_record`."""
     return list(each_step(path))
 
 
 def each_step(path: Path) -> Iterator[StepMetrics]:
     """`read_metrics`, one after the other."""
-    return (metrics for metrics, _ in _records(path))
-
-
-def _end_of_step(path: Path, last_step: int) -> int:
-    """Offset behind the line of `last_step`, or of the last one before it."""
-    return max((end for metrics, end in _records(path) if metrics.step <= last_step), default=0)
-
-
-def _records(path: Path) -> Iterator[tuple[StepMetrics, int]]:
-    """(record, offset behind its line)"""
-    end = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            end += len(line)
-            try:
-                metrics = StepMetrics.from_json(line.decode())
-            except (ValueError, TypeError) as error:
-                raise ConfigError(
-                    f"{path}:{number}: is not the record of a step; move the file away"
-                ) from error
-            yield metrics, end
+    return each_record(path, StepMetrics)

@@ -9,7 +9,8 @@ from tierstream.engine import assemble
 from tierstream.engine.callbacks import Callback, Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.interpreter import undisturbed
-from tierstream.engine.metrics import MetricsWriter, RunSummary
+from tierstream.engine.json_lines import RecordWriter
+from tierstream.engine.metrics import RunSummary, StepMetrics
 from tierstream.engine.run import Run
 from tierstream.engine.trackers import open_trackers
 
@@ -40,7 +41,8 @@ class Trainer:
                 parts.callback(tracker.close)
             run = Run.open(self.config, self.callbacks, parts)
             parts.enter_context(undisturbed())
-            metrics = parts.enter_context(MetricsWriter(run.directory.metrics_path, last_step=run.step))
+            path = run.directory.metrics_path
+            metrics = parts.enter_context(RecordWriter(path, StepMetrics, last_step=run.step))
             while run.goes_on:
                 record = run.train_step()
                 metrics.write(record)

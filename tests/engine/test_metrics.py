@@ -15,8 +15,8 @@ from support.steps import record
 
 from tierstream.engine.callbacks import Callback
 from tierstream.engine.config_file import load
+from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import (
-    MetricsWriter,
     PlanReport,
     RunSummary,
     StepMetrics,
@@ -39,14 +39,14 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ten_steps(path: Path) -> Iterator[Path]:
-    with MetricsWriter(path, last_step=0) as writer:
+    with RecordWriter(path, StepMetrics, last_step=0) as writer:
         for step in range(1, 11):
             writer.write(record(step))
     return path
 
 
 def test_a_line_is_in_the_file_when_write_returns(path: Path) -> None:
-    with MetricsWriter(path, last_step=0) as writer:
+    with RecordWriter(path, StepMetrics, last_step=0) as writer:
         for step in (1, 2):
             writer.write(record(step))
             assert read_metrics(path) == [record(done) for done in range(1, step + 1)]
@@ -57,7 +57,7 @@ def test_a_line_is_in_the_file_when_write_returns(path: Path) -> None:
     ("value", "token"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")]
 )
 def test_not_a_number_stays_visible(path: Path, value: float, token: str) -> None:
-    with MetricsWriter(path, last_step=0) as writer:
+    with RecordWriter(path, StepMetrics, last_step=0) as writer:
         writer.write(record(1, loss=value, grad_norm=value))
     assert f'"loss": {token}, "grad_norm": {token}' in path.read_text()
     (read,) = read_metrics(path)
@@ -73,7 +73,7 @@ def test_floats_survive_to_the_bit(loss: float, norm: float) -> None:
 
 @pytest.mark.parametrize("last_step", [0, 1, 4, 10, 12])
 def test_resuming_cuts_the_steps_that_run_again(ten_steps: Path, last_step: int) -> None:
-    with MetricsWriter(ten_steps, last_step=last_step) as writer:
+    with RecordWriter(ten_steps, StepMetrics, last_step=last_step) as writer:
         assert steps_in(ten_steps) == list(range(1, min(last_step, 10) + 1))
         writer.write(record(last_step + 1, loss=99.0))
     assert steps_in(ten_steps) == [*range(1, min(last_step, 10) + 1), last_step + 1]
@@ -84,14 +84,14 @@ def test_resuming_cuts_the_steps_that_run_again(ten_steps: Path, last_step: int)
 def test_a_line_torn_by_a_kill_is_dropped(ten_steps: Path, torn_bytes: int) -> None:
     os.truncate(ten_steps, ten_steps.stat().st_size - torn_bytes)
     assert steps_in(ten_steps) == list(range(1, 10))
-    with MetricsWriter(ten_steps, last_step=9) as writer:
+    with RecordWriter(ten_steps, StepMetrics, last_step=9) as writer:
         writer.write(record(10))
     assert read_metrics(ten_steps) == [record(step) for step in range(1, 11)]
 
 
 def test_untouched_lines_keep_their_bytes(ten_steps: Path) -> None:
     before = ten_steps.read_bytes().splitlines(keepends=True)
-    MetricsWriter(ten_steps, last_step=6).close()
+    RecordWriter(ten_steps, StepMetrics, last_step=6).close()
     assert ten_steps.read_bytes() == b"".join(before[:6])
 
 
@@ -102,13 +102,13 @@ def test_a_foreign_file_is_refused_and_left_alone(ten_steps: Path, line: str) ->
     ten_steps.write_text("\n".join(lines) + "\n")
     before = ten_steps.read_bytes()
     with pytest.raises(ConfigError) as caught:
-        MetricsWriter(ten_steps, last_step=5)
+        RecordWriter(ten_steps, StepMetrics, last_step=5)
     assert str(caught.value) == f"{ten_steps}:3: is not the record of a step; move the file away"
     assert ten_steps.read_bytes() == before
 
 
 def test_a_full_disk_is_named(path: Path) -> None:
-    with MetricsWriter(path, last_step=0) as writer, open("/dev/full", "wb") as full:
+    with RecordWriter(path, StepMetrics, last_step=0) as writer, open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), writer._file.fileno())
         with pytest.raises(StorageError) as caught:
             writer.write(record(1))
@@ -169,7 +169,7 @@ def test_another_run_is_not_overwritten(tmp_path: Path, found: str) -> None:
 def test_a_run_that_never_began_is_no_run(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, resume=False)
     directory.write_config(Boat(name="Ada"))
-    MetricsWriter(directory.metrics_path, last_step=0).close()
+    RecordWriter(directory.metrics_path, StepMetrics, last_step=0).close()
     (tmp_path / "notes.txt").write_text("mine")
     RunDirectory(tmp_path, resume=False)
 

@@ -19,7 +19,8 @@ from support.steps import record
 
 from tierstream.engine.callbacks import Callback, Callbacks
 from tierstream.engine.config import RunConfig
-from tierstream.engine.metrics import MetricsWriter, PlanReport
+from tierstream.engine.json_lines import RecordWriter
+from tierstream.engine.metrics import PlanReport, StepMetrics
 from tierstream.engine.scalars import step_scalars
 from tierstream.engine.trackers import open_trackers
 from tierstream.io.errors import ConfigError
@@ -48,7 +49,7 @@ def run_steps(config: RunConfig, first: int, last: int, *, close: bool = True) -
     callbacks, path = Callbacks([events, *trackers]), Path(config.run_dir) / "metrics.jsonl"
     path.parent.mkdir(exist_ok=True)
     callbacks.on_plan(plan(first))
-    with MetricsWriter(path, last_step=first - 1) as writer:
+    with RecordWriter(path, StepMetrics, last_step=first - 1) as writer:
         for step in range(first, last + 1):
             writer.write(record(step))
             callbacks.on_step(record(step))

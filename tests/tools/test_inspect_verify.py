@@ -11,7 +11,8 @@ from support.steps import record
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.metrics import MetricsWriter
+from tierstream.engine.json_lines import RecordWriter
+from tierstream.engine.metrics import StepMetrics
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.plan import TiersConfig
 from tierstream.engine.run_directory import RunDirectory
@@ -84,7 +85,7 @@ def directory(config: RunConfig) -> RunDirectory:
     """A run that wrote checkpoints at steps 2 and 5 and got as far as step 6."""
     directory = RunDirectory(config.run_dir, resume=False)
     directory.write_config(config)
-    with MetricsWriter(directory.metrics_path, last_step=0) as writer:
+    with RecordWriter(directory.metrics_path, StepMetrics, last_step=0) as writer:
         for step in range(1, 7):
             writer.write(record(step, skipped_total=int(step > 3)))
     for step in (2, 5):
