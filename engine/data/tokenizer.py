@@ -10,7 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tierstream.engine.data.files import SourceFile, read_text
+from tierstream.engine.data.files import SourceFile, cut_jobs, read_text
+from tierstream.engine.data.records import read_records
 from tierstream.io import durable
 from tierstream.io.errors import DataError, storage_errors
 
@@ -61,15 +62,20 @@ def load_tokenizer(directory: Path) -> Any:
 
 def train_tokenizer(sources: Sequence[SourceFile], vocab_size: int, directory: Path) -> Path:
     """Train a byte-level BPE (Sennrich et al. 2016 on bytes, as GPT-2) into `directory`, or reuse what is
-    there.
+    there. Of records all strings are taken, whatever their field; those that cannot be read are left out.
 
     The same texts give the same tokenizer. Special tokens: `<|endoftext|>` (0) and `<|pad|>` (1).
 
     Raises:
-        DataError: a file is no UTF-8 text.
+        DataError: a file is no UTF-8 text, or damaged.
         StorageError: it cannot be written.
     """
-    made_of = {"sha256": [source.sha256 for source in sources], "vocab_size": vocab_size, "format": 1}
+    made_of = {
+        "sha256": [source.sha256 for source in sources],
+        "kinds": [source.kind for source in sources],
+        "vocab_size": vocab_size,
+        "format": 2,
+    }
     origin = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     if _trained_from(directory) == origin:
         return directory
@@ -131,8 +137,25 @@ def _train(sources: Sequence[SourceFile], vocab_size: int) -> Any:
 def _head(source: SourceFile, share: float) -> Iterator[str]:
     """About the first `share` of a file's text."""
     left = math.ceil(share * source.nbytes)
-    for text in read_text(source.path):
+    for text in _texts(source):
         yield text[:left]
         left -= len(text)
         if left <= 0:
             return
+
+
+def _texts(source: SourceFile) -> Iterator[str]:
+    if source.kind == "text":
+        yield from read_text(source.path)
+        return
+    for job in cut_jobs(source):
+        for record in read_records(job, on_bad=lambda bad: None):
+            yield from _strings(record.value)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)

@@ -126,3 +126,19 @@ def test_origin_is_written_beside_the_tokenizer(tmp_path: Path, sources: list[So
         (directory / module.ORIGIN_FILE).write_text(text)
         train_tokenizer(sources, 300, directory)
         assert len(json.loads((directory / module.ORIGIN_FILE).read_text())["fingerprint"]) == 64
+
+
+def test_of_records_the_strings_are_trained_on(tmp_path: Path) -> None:
+    lines = [
+        '{"messages": [{"role": "user", "content": "zebra zebra"}], "n": 1}',
+        "no JSON, which is named later",
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines * 50))
+    (tmp_path / "a.txt").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    as_records, as_text = (fingerprint_files([tmp_path / f"a.{name}"]) for name in ("jsonl", "txt"))
+    directory = train_tokenizer(as_records, 280, tmp_path / "tokenizer")
+    tokens = set(load_tokenizer(directory).get_vocab())
+    assert "Ġzebra" in tokens
+    assert not any("JSON" in token for token in tokens)
+    before = directory.stat().st_ino
+    assert train_tokenizer(as_text, 280, directory).stat().st_ino != before
