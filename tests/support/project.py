@@ -64,7 +64,8 @@ def make_data(folder: Path) -> None:
 def shrink(config: RunConfig, profile: Path) -> RunConfig:
     """The same run at a size for tests: on the CPU, few steps of short rows, no drive measured."""
     config.data.seq_len = min(config.data.seq_len, 64)
-    config.train.steps, config.train.epochs = 2, None
+    steps = config.train.steps
+    config.train.steps, config.train.epochs = 2 if steps is None or steps > 4 else steps, None
     config.train.rows_per_step, config.train.device, config.train.kernels = 4, "cpu", "plain"
     config.train.rows_per_chunk = None if config.train.rows_per_chunk is None else 2
     config.optimizer.placement = "auto"

@@ -1,0 +1,128 @@
+"""Writes docs/reference.md from the code: every key of a run file, every option of every command.
+
+    python benchmarks/reference.py [--check]
+
+With --check nothing is written, and the exit status is 1 if the page is not what the code says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tierstream.engine.config import RunConfig
+from tierstream.engine.config_tree import REQUIRED, Leaf, leaves, option, sections
+from tierstream.tools import bench, cli
+from tierstream.tools.options import NoOptions, metavar, shown
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+_HEAD = """\
+# Reference
+
+Made from the code by `python benchmarks/reference.py`; do not edit it by hand.
+
+A run file is YAML with the sections below; a key that is not known is an error. On the command line the key
+`tiers.dram` is the option `--tiers.dram`, and `_` is written `-`. A SIZE is a number of bytes, or a number
+with KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000). `null`: none, or the run
+decides. Relative paths are relative to the current directory.
+"""
+
+
+class _Seen(Exception):
+    """A command has said what its options are."""
+
+    def __init__(self, cls: type, prog: str, description: str) -> None:
+        self.cls, self.prog, self.description = cls, prog, description
+
+
+def commands() -> Iterator[str]:
+    """The names of all commands, as they are typed."""
+    for name in cli.COMMANDS:
+        if name == "bench":
+            yield from (f"bench {benchmark}" for benchmark in bench.BENCHMARKS)
+            yield "bench --profile"
+        else:
+            yield "data preview" if name == "data" else name
+
+
+def describe(command: str) -> _Seen:
+    """What a command hands to the parser of options."""
+    name = {"bench --profile": "bench.everything", "data preview": "data_preview"}.get(command, command)
+    module = importlib.import_module(f"tierstream.tools.{name.replace(' ', '.').replace('-', '_')}")
+
+    def parse(cls: type, args: Any, *, prog: str, description: str, **_: Any) -> None:
+        raise _Seen(cls, prog, description)
+
+    if command == "doctor":  # no section of settings, but any number of directories
+        return _Seen(NoOptions, "tierstream doctor [DIRECTORY ...] [--json]", module._DESCRIPTION)
+    with mock.patch.object(module, "parse_options", parse):
+        try:
+            module.main(["--help"])
+        except _Seen as seen:
+            return seen
+    raise RuntimeError(f"{command} --help parses no options")
+
+
+def entry(name: str, leaf: Leaf) -> str:
+    default = "required" if leaf.default is REQUIRED else f"default `{shown(leaf.default)}`"
+    return f"- `{name}` ({metavar(leaf.hint)}; {default}): {leaf.doc}"
+
+
+def run_file() -> Iterator[str]:
+    """The keys of a run file, section by section."""
+    nested: Mapping[str, type] = {"": RunConfig, **sections(RunConfig)}
+    yield "## Keys of a run file"
+    for section, cls in nested.items():
+        own = [leaf for key, leaf in leaves(RunConfig).items() if key.rpartition(".")[0] == section]
+        if section:
+            yield f"\n### {section}\n"
+            yield " ".join((inspect.getdoc(cls) or "").split()) + "\n"
+        else:
+            yield ""
+        yield from (entry(leaf.key, leaf) for leaf in own)
+
+
+def command_pages() -> Iterator[str]:
+    """Usage, description and options of each command; those of a run file are not said again."""
+    yield "\n## Commands\n\n`tierstream COMMAND --help` says the same."
+    for command in commands():
+        seen = describe(command)
+        options = "" if seen.cls is NoOptions else " [options]"
+        yield f"\n### tierstream {command}\n\n```text\n{seen.prog}{options}\n```\n"
+        yield textwrap.dedent(seen.description).strip()
+        own = [leaf for key, leaf in leaves(seen.cls).items() if key not in leaves(RunConfig)]
+        if issubclass(seen.cls, RunConfig):
+            yield "- All keys of a run file are options as well."
+        if own and dataclasses.is_dataclass(seen.cls):
+            yield ""
+            yield from (entry(option(leaf.key), leaf) for leaf in own)
+
+
+def page() -> str:
+    return "\n".join([_HEAD, *run_file(), *command_pages()]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        current = PAGE.is_file() and PAGE.read_text() == page()
+        if not current:
+            print(f"{PAGE} is not what the code says; run python benchmarks/reference.py", file=sys.stderr)
+        return 0 if current else 1
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
