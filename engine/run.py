@@ -193,7 +193,7 @@ class Run:
                 f"{self._skipped_in_a_row} steps in a row, the last of them step {self.step}, had a gradient "
                 f"that is not finite ({self._skipped_total} skipped in all); weights and optimizer are those "
                 f"after {self.runtime.applied_updates} updates. Lower optimizer.lr or look at the data of "
-                "these steps; optimizer.max_skipped_in_a_row sets the limit"
+                "these steps (sample_ids in metrics.jsonl); optimizer.max_skipped_in_a_row sets the limit"
             )
 
     def _state(self) -> dict[str, Any]:
