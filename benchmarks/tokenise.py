@@ -121,7 +121,7 @@ def main() -> None:
         file = folder / "rows.jsonl"
         make_file(file, options.lines, options.kind)
         (folder / "template.jinja").write_text(TEMPLATE)
-        make_file(folder / "sample.txt", 20_000, "text")
+        make_file(folder / "sample.txt", min(options.lines, 20_000), "text")
         train_tokenizer(fingerprint_files([folder / "sample.txt"]), VOCABULARY, folder / "tokenizer")
         begin, most = time.perf_counter(), 0
         command = [sys.executable, __file__, "--child", "--folder", name, "--workers", str(options.workers)]
