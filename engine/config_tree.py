@@ -65,7 +65,7 @@ def sections(cls: type) -> Mapping[str, type]:
 
 
 def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
-    hints, docs, nested = get_type_hints(cls), _field_docs(cls), sections(cls)
+    hints, docs, nested = get_type_hints(cls), field_docs(cls), sections(cls)
     for spec in dataclasses.fields(cls):
         if spec.name in nested:
             yield from _walk(nested[spec.name], f"{prefix}{spec.name}.")
@@ -74,7 +74,7 @@ def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
             yield Leaf(prefix + spec.name, hints[spec.name], default, docs.get(spec.name, ""))
 
 
-def _field_docs(cls: type) -> dict[str, str]:
+def field_docs(cls: type) -> dict[str, str]:
     """The string literal under each field, as one line; Python itself does not keep them."""
     docs: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
