@@ -66,35 +66,47 @@ def main(args: Sequence[str]) -> int:
 
 def preview(config: PreviewConfig, console: Console) -> None:
     """Prepare the data and show it. Raises TierstreamError, as training does."""
-    from tierstream.engine.data.prepare import check_packing, open_data, tokenizer_directory
+    from tierstream.engine.data.prepare import check_packing, tokenizer_directory
     from tierstream.engine.data.rows import Rows
     from tierstream.engine.data.tokenizer import load_tokenizer
     from tierstream.engine.meta_model import read_hf_config
 
+    data, directory = config.data, Path(config.run_dir) / "data"
     hf_config = read_hf_config(config.model)
-    check_packing(config.data, hf_config)
-    directory = Path(config.run_dir) / "data"
-    with ConsoleCallback() as screen:
-        stores = open_data(
-            config.data, config.model, directory,
-            vocab_size=hf_config.vocab_size, on_progress=screen.on_progress,
-        )  # fmt: skip
-    rows = Rows(stores, config.data, rows_per_step=config.train.rows_per_step, seed=config.train.seed)
-    _print_entries(console, config, stores)
-    _print_lengths(console, np.concatenate([store.lengths for store in stores]), config.data.seq_len)
+    check_packing(data, hf_config)
+    # A step of one row: the rows of the run in their order, whatever the steps.
+    single = _open_rows(config, directory, hf_config.vocab_size)
+    names = ["the first block"] if data.streaming else [_shortened(name) for name in data.files]
+    _print_entries(console, names, single.stores)
+    _print_lengths(console, np.concatenate([store.lengths for store in single.stores]), data.seq_len)
+    rows = Rows(single.stores, data, rows_per_step=config.train.rows_per_step, seed=config.train.seed)
     for line in rows.describe():
-        console.print(line)
+        console.print(line.replace("an epoch", "a block") if data.streaming else line)
     _print_places(console, rows)
     if config.rows:
-        tokenizer = load_tokenizer(tokenizer_directory(config.data, config.model, directory))
-        # A step of one row: the rows of the run in their order, whatever the steps.
-        single = Rows(stores, config.data, rows_per_step=1, seed=config.train.seed)
+        tokenizer = load_tokenizer(tokenizer_directory(data, config.model, directory))
         for number in range(min(config.rows, single.total_steps(1))):
             _print_row(console, tokenizer, single, number, whole=config.whole)
 
 
-def _print_entries(console: Console, config: PreviewConfig, stores: Sequence[TokenStore]) -> None:
-    names = [_shortened(name) for name in config.data.files]
+def _open_rows(config: PreviewConfig, directory: Path, vocab_size: int) -> Rows:
+    """The rows of a run in steps of one; with `data.streaming` those of its first block."""
+    from tierstream.engine.data.prepare import open_rows
+    from tierstream.engine.data.stream import open_stream
+
+    settings = config.data, config.model, directory
+    options: dict[str, Any] = {"vocab_size": vocab_size, "rows_per_step": 1, "seed": config.train.seed}
+    if config.data.streaming:
+        stream = open_stream(*settings, **options, cursor=None)
+        try:
+            return stream.block(0)
+        finally:
+            stream.close()
+    with ConsoleCallback() as screen:
+        return open_rows(*settings, **options, on_progress=screen.on_progress)
+
+
+def _print_entries(console: Console, names: Sequence[str], stores: Sequence[TokenStore]) -> None:
     lines = []
     for name, store in zip(names, stores, strict=True):
         formats = ", ".join(f"{what} {number:,}" for what, number in store.counts.by_format.items())

@@ -125,6 +125,10 @@ class StreamedRows:
         block = self._block_of(step)
         return block.rows.batch(step - block.begin.step)
 
+    def block(self, step: int) -> Rows:
+        """The rows of the block that a step is in; their steps begin with 0."""
+        return self._block_of(step).rows
+
     def where(self, step: int) -> list[str]:
         """file:line of all samples that have tokens on the rows of a step."""
         block = self._block_of(step)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.chat_templates import byte_tokenizer
 from support.command import Command
 from support.runs import make_run
 from support.token_stores import UNTRAINED, store_of
@@ -65,8 +66,22 @@ def test_answers_alone_are_marked(command: Command, tmp_path: Path) -> None:
     assert len(re.findall(r"prompts.jsonl:[123]\n", out)) == 3
 
 
+def test_of_a_stream_the_first_block_is_shown(command: Command, tmp_path: Path) -> None:
+    """Nothing is tokenised beyond it, and nothing kept."""
+    byte_tokenizer(tmp_path / "tokenizer")
+    write_run(tmp_path, files=["prompts.jsonl"], tokenizer="tokenizer", streaming=True, shuffle_window=2)
+    status, out, err = command.run("data", "preview", "run.yaml", "--data.seq-len", "128", "--rows", "1")
+    assert (status, err) == (0, "")
+    assert re.search(r"the first block +prompt \d +2 ", out)
+    assert "1 steps a block" in out
+    assert "Row 1" in out
+    assert not list((tmp_path / "run").glob("data/tokens/*"))
+
+
 def test_what_is_left_out_is_told_with_its_place(command: Command, tmp_path: Path) -> None:
-    write_run(tmp_path, files=["prompts.jsonl"], packing="whole", too_long="drop", seq_len=20)
+    byte_tokenizer(tmp_path / "tokenizer")
+    data = {"files": ["prompts.jsonl"], "tokenizer": "tokenizer", "packing": "whole", "too_long": "drop"}
+    write_run(tmp_path, **data, seq_len=40)
     status, out, _ = command.run("data", "preview", "run.yaml", "--rows", "0")
     assert status == 0
     assert re.search(r"left out: .*prompts.jsonl:2\n", out)
