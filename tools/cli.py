@@ -24,6 +24,7 @@ from tierstream.io.limits import raise_open_files
 COMMANDS = {
     "train": "RUN.yaml              train a model",
     "data": "preview RUN.yaml      its data, as the model will see them",
+    "report": "RUN_DIR               a run as one HTML file, with plots",
     "inspect": "RUN_OR_CHECKPOINT     what a run or a checkpoint holds",
     "verify": "RUN_OR_CHECKPOINT     check every byte of a checkpoint",
     "export": "RUN_OR_CHECKPOINT OUT write a model directory for transformers",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from tempfile import SpooledTemporaryFile
 from typing import TYPE_CHECKING
 
 from tierstream.io.measure import Measurement
 from tierstream.tools.bench.result import label_name, label_value, rate_scale, rate_unit
+from tierstream.tools.figures import new_figure, to_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_DPI = 120
 _PANEL_INCHES = (5.2, 4.0)
 _MARKERS = "osD^vPX*<>"
 
@@ -47,10 +46,7 @@ class PlotSpec:
 
 def render(spec: PlotSpec, measurements: Sequence[Measurement]) -> bytes:
     """The plot as a PNG."""
-    with SpooledTemporaryFile() as stream:
-        draw(spec, measurements).savefig(stream, format="png", dpi=_DPI)
-        stream.seek(0)
-        return stream.read()
+    return to_png(draw(spec, measurements))
 
 
 def draw(spec: PlotSpec, measurements: Sequence[Measurement]) -> Figure:
@@ -58,14 +54,10 @@ def draw(spec: PlotSpec, measurements: Sequence[Measurement]) -> Figure:
 
     Takes the measurements that have all labels of the plot; those of one plot have one unit.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     needed = {spec.x, *spec.series, *(key for key in (spec.facet, spec.y, spec.times) if key)}
     shown = [m for m in measurements if needed <= m.labels.keys() and _is_meant(spec, m)]
     panels = list(_grouped(shown, (spec.facet,) if spec.facet else ()))
-    figure = Figure(figsize=(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1]), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1])
     figure.suptitle(spec.title)
     for index, (name, members) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -21,9 +20,9 @@ from tierstream.io.errors import ConfigError, StorageError
 from tierstream.io.measure import Case, Measurement, measure
 from tierstream.tools.bench.plots import PlotSpec, render
 from tierstream.tools.bench.result import Result, grids
+from tierstream.tools.page import Page, Picture
 from tierstream.tools.tables import open_console, table
 
-_TEMPLATE = Path(__file__).with_name("report.html.j2")
 _HTML, _JSON, _PLOT, _TRACE = "report.html", "result.json", "plot-", "trace-"
 _STDOUT = "-"
 _WIDTH_COLUMNS = 110
@@ -152,8 +151,7 @@ def write_report(
     for trace in traces:
         files |= {f"{trace.name}.png": trace.png, f"{trace.name}.json": trace.json}
     pictures = [(plot.title, png) for plot, png in rendered] + [(trace.title, trace.png) for trace in traces]
-    page = _html(result, pictures).encode(errors="surrogateescape")  # paths may be any bytes
-    files |= {_JSON: _json_text(result).encode(), _HTML: page}
+    files |= {_JSON: _json_text(result).encode(), _HTML: _page(result, pictures).html()}
     make_directories(directory.parent)
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -168,15 +166,14 @@ def write_report(
         raise
 
 
-def _html(result: Result, pictures: Sequence[tuple[str, bytes]]) -> str:
-    import jinja2
-
-    template = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    embedded = [(title, base64.b64encode(png).decode()) for title, png in pictures]
-    return template.render(
-        result=result, tierstream=result.to_json()["tierstream"], grids=grids(result), pictures=embedded
+def _page(result: Result, pictures: Sequence[tuple[str, bytes]]) -> Page:
+    return Page(
+        title=result.title,
+        subtitle=f"{result.date}, tierstream {result.to_json()['tierstream']}",
+        command=" ".join(result.command),
+        facts=result.machine,
+        notes=result.notes,
+        blocks=[*(Picture(title, png) for title, png in pictures), *grids(result)],
     )
 
 

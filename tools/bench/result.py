@@ -10,6 +10,7 @@ from typing import Any
 
 from tierstream.io.measure import Measurement
 from tierstream.io.sizes import format_bytes
+from tierstream.tools.page import Grid
 
 _UNITS = {"parameters": "param"}
 #: Units of which rates are shown by the thousand; all others by 10^9.
@@ -93,16 +94,6 @@ class Result:
         if self.details:
             plain["details"] = {details.name: details.rows for details in self.details}
         return plain
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Measurements of one unit as a table: a row each, a column for each label that varies."""
-
-    columns: list[str]
-    rows: list[list[str]]
-    text_columns: int
-    caption: str
 
 
 def grids(result: Result) -> list[Grid]:
