@@ -4,7 +4,8 @@
 1    a bug in tierstream: traceback
 2    something the user can put right: one message, or the report of `doctor`
 3    the run stopped itself; nothing was lost
-130  interrupted
+130  SIGINT (Ctrl-C)
+143  SIGTERM
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import difflib
 import errno
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -32,6 +34,8 @@ COMMANDS = {
     "convert-config": "DS_CONFIG.json        a run file from a DeepSpeed configuration",
     "doctor": "[DIRECTORY ...]       whether it will run well on this machine",
 }
+#: What is said of a command that a signal has ended.
+_ENDED = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except TierstreamError as error:
         return _fail(str(error), error.exit_status)
-    except KeyboardInterrupt:
-        print("tierstream: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print(f"tierstream: {_ENDED[number]}", file=sys.stderr)
+        return 128 + int(number)
     except BrokenPipeError:  # the reader of our output has gone, as in `tierstream inspect RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -17,7 +17,7 @@ from tierstream.engine.moe_config import MoeConfig
 from tierstream.io.errors import ConfigError, DataError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.snapshot import Snapshot
-from tierstream.tools.checkpoints import find_checkpoint
+from tierstream.tools.checkpoints import find_complete_checkpoint
 from tierstream.tools.options import parse_options, take_positionals
 
 _POSITIONALS = ["RUN_OR_CHECKPOINT", "OUT"]
@@ -45,7 +45,7 @@ def main(args: Sequence[str]) -> int:
     names, rest = take_positionals(args, _POSITIONALS, "tierstream export")
     prog = f"tierstream export {' '.join(_POSITIONALS)}"
     options = parse_options(ExportOptions, rest, prog=prog, description=_DESCRIPTION)
-    export(find_checkpoint(Path(names[0])), Path(names[1]), options)
+    export(find_complete_checkpoint(Path(names[0])), Path(names[1]), options)
     return 0
 
 

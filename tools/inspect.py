@@ -17,7 +17,7 @@ from tierstream.engine.metrics import read_metrics
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.layout import PlaneSpec
 from tierstream.tiered.snapshot import Snapshot
-from tierstream.tools.checkpoints import find_checkpoint
+from tierstream.tools.checkpoints import find_complete_checkpoint
 from tierstream.tools.options import NoOptions, parse_options, shown, take_positionals
 from tierstream.tools.tables import count, open_console, table
 
@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> int:
     if is_run:
         _print_run(console, path)
     if not is_run or checkpoints(path / "checkpoints"):
-        newest = find_checkpoint(path)
+        newest = find_complete_checkpoint(path)
         snapshot = Snapshot.open(newest)
         _print_checkpoint(console, newest, snapshot)
         _print_settings(console, snapshot.state["settings"], path / "config.yaml" if is_run else None)

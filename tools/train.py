@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tierstream.io.drives import check_directories
 from tierstream.io.profile import MachineProfile
 from tierstream.tools.live import ConsoleCallback
 from tierstream.tools.options import parse_options, take_positionals
+from tierstream.tools.signals import StopOnSignal
 
 _DESCRIPTION = """\
 Train a model as RUN.yaml says.
@@ -20,6 +22,7 @@ Train a model as RUN.yaml says.
 - A SIZE is a number of bytes, or a number with KiB, MiB, GiB, TiB (powers of
   1024) or kB, MB, GB, TB (powers of 1000).
 - Relative paths are relative to the current directory, also those in the file.
+- `--resume auto` is short for `--checkpoint.resume auto`: go on with this run.
 - `tierstream train RUN.yaml --help` shows the values of the file as defaults.
 """
 
@@ -29,7 +32,7 @@ def main(args: Sequence[str]) -> int:
     files, options = take_positionals(args, ["RUN.yaml"], "tierstream train")
     config = parse_options(
         RunConfig,
-        options,
+        [re.sub(r"^--resume(?==|$)", "--checkpoint.resume", option) for option in options],
         prog="tierstream train RUN.yaml",
         description=_DESCRIPTION,
         given=read(RunConfig, Path(files[0])) if files else {},
@@ -48,14 +51,17 @@ def _look_at_drives(config: RunConfig) -> None:
 
 
 def run_train(config: RunConfig) -> int:
-    """Train, with the run shown on standard output. Returns the exit status; raises TierstreamError."""
+    """Train, with the run shown on standard output, until it is done or a signal ends it. Returns the exit
+    status; raises TierstreamError.
+    """
     # Read when OpenMP starts, with the import of torch. A thread that spins at a barrier holds the core that
     # an I/O or update thread, or another process, needs: beside one busy process, steps took 6 s instead of
     # 1.1 s.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _look_at_drives(config)
-    from tierstream.engine.trainer import Trainer  # takes seconds to import; a bad option is told before
+    with StopOnSignal() as signals:
+        _look_at_drives(config)
+        from tierstream.engine.trainer import Trainer  # takes seconds to import; a bad option is told before
 
-    with ConsoleCallback() as observer:
-        Trainer(config, [observer]).run()
-    return 0
+        with ConsoleCallback() as observer:
+            summary = Trainer(config, [observer, signals]).run()
+    return 0 if summary.stopped is None else signals.exit_status

@@ -197,3 +197,20 @@ def test_directories_that_hold_no_checkpoint(run: Command, tmp_path: Path, comma
         path = tmp_path / name
         said = message.format(path, path)
         assert run(command, str(path)) == (2, "", f"tierstream: error: {said}\n")
+
+
+def test_a_run_whose_newest_checkpoint_is_incomplete_shows_the_one_before(
+    run: Command, directory: RunDirectory
+) -> None:
+    """And says so; `verify` is asked about the newest, whatever it is."""
+    newest, older = (directory.checkpoints / f"step-{step:08d}" for step in (5, 2))
+    (newest / "manifest.json").unlink()
+    status, out, err = run("inspect", str(directory.path))
+    assert (status, f"checkpoint {older}" in out) == (0, True)
+    assert err.startswith(f"tierstream: warning: checkpoint {newest} is incomplete")
+    assert err.endswith(f"; taking {older} instead\n")
+    status, _, err = run("verify", str(directory.path))
+    assert (status, f"checkpoint {newest} is incomplete" in err) == (2, True)
+    (older / "manifest.json").unlink()
+    status, _, err = run("inspect", str(directory.path))
+    assert (status, f"error: checkpoint {newest} is incomplete" in err) == (2, True)
