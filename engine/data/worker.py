@@ -20,6 +20,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ def main() -> None:
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
 
+    status = 1
     try:
         assignment = Assignment.from_json(json.loads(lines.get()))
         maker = SampleMaker(
@@ -99,6 +101,10 @@ def main() -> None:
             answer({"done": index.tokens})
     except TierstreamError as error:
         answer(error_to_json(error))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)  # at once: the thread still reads standard input, which the interpreter would close
 
 
 def _read_lines(file: TextIO, lines: queue.SimpleQueue[str]) -> None:
