@@ -172,7 +172,7 @@ def test_arguments_fill_in_what_is_auto() -> None:
         "learning_rate": 2e-5, "max_grad_norm": 0.7, "num_train_epochs": 2, "lr_scheduler_type": "cosine",
         "warmup_ratio": 0.03, "packing": True, "max_length": 2048, "assistant_only_loss": True, "seed": 3,
         "save_strategy": "steps", "save_steps": 50, "save_total_limit": 4, "optim": "adamw_torch_fused",
-        "dataset_text_field": "body", "report_to": ["wandb"], "gradient_checkpointing": True, "odd": 1,
+        "dataset_text_field": "body", "dataset_num_proc": 3, "gradient_checkpointing": True, "odd": 1,
     }  # fmt: skip
     text = written(AUTO, arguments, gpus=2)
     config = loaded(text)
@@ -189,10 +189,27 @@ def test_arguments_fill_in_what_is_auto() -> None:
         0.0,
     )
     assert (config.data.seq_len, config.data.packing, config.data.text_field) == (2048, "whole", "body")
-    assert (config.data.train_on, config.model.dtype) == ("answers", "bfloat16")
+    assert (config.data.train_on, config.data.workers, config.model.dtype) == ("answers", 3, "bfloat16")
     assert (config.checkpoint.every_steps, config.checkpoint.keep) == (50, 4)
     assert "# warmup_steps: (to fill in) 0.03 of all steps" in text
     assert "left out: odd." in text
+
+
+def test_loggers() -> None:
+    config = loaded(
+        written({"wandb": {"enabled": True, "project": "p"}}, {"report_to": "tensorboard", "run_name": "n"})
+    )
+    assert (config.log.wandb, config.log.tensorboard, config.log.name) == ("p", True, "n")
+    text = written({}, {"report_to": ["wandb", "mlflow", "trackio"], "project": "q"})
+    assert loaded(text).log.trackio == "q"
+    assert "# wandb: (to fill in)" in text
+    assert "report_to: there is no logger mlflow" in comments(text)
+
+
+def test_warm_up_stable_decay() -> None:
+    arguments = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 30}}
+    optimizer = loaded(written({}, arguments)).optimizer
+    assert (optimizer.schedule, optimizer.decay_steps, optimizer.min_lr_ratio) == ("wsd", 30, 0.0)
 
 
 def test_a_share_of_known_steps_is_a_number() -> None:

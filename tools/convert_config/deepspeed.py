@@ -88,7 +88,9 @@ _NO_COUNTERPART: Reasons = {
     "samples are packed on rows of one length (data.packing)": (
         "data_efficiency.*", "curriculum_learning.*", "vocabulary_size",
     ),
-    "loggers have settings of their own": ("tensorboard.*", "wandb.*", "csv_monitor.*", "comet.*"),
+    "log has no more settings; metrics.jsonl is always written": (
+        "tensorboard.*", "wandb.*", "csv_monitor.*", "comet.*",
+    ),
     "train.compile compiles the layers; set it by hand": ("compile.*", "graph_harvesting"),
     "AdamW is the only optimizer": ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     "weights keep their precision, and layers their number and attention": (
@@ -125,6 +127,10 @@ def convert(source: Source, made: Conversion, gpus: int, *, with_arguments: bool
     if dtype is not None:
         ours = "float32" if dtype == "fp32" else "bfloat16"
         made.set("optimizer.grad_dtype", ours, "data_types.grad_accum_dtype; summed in float32 in any case")
+    if source.take("tensorboard.enabled", bool):
+        made.set("log.tensorboard", True, "tensorboard.enabled")
+    if source.take("wandb.enabled", bool):
+        made.set("log.wandb", source.take("wandb.project", str) or "deepspeed", "wandb.project")
     made.set("train.device", "cuda", "the first GPU")
     made.leave_rest(source, _NO_COUNTERPART)
 

@@ -17,14 +17,14 @@ _NO_COUNTERPART: Reasons = {
     "rows are read from mapped tokens, as a function of seed and step; there is no loader": (
         "dataloader_*", "remove_unused_columns", "label_names", "ignore_data_skip", "data_seed",
         "shuffle_dataset", "pad_to_multiple_of", "padding_free", "dataset_kwargs*", "length_column_name",
-        "train_sampling_strategy", "group_by_length", "dataset_num_proc",
+        "train_sampling_strategy", "group_by_length",
     ),
     "layers are always recomputed in backward; tiers.activations says where their inputs wait": (
         "gradient_checkpointing*", "activation_checkpointing*", "activation_offloading",
     ),
     "each step has a line in metrics.jsonl": (
         "logging_*", "log_level", "disable_tqdm", "include_num_input_tokens_seen", "skip_memory_metrics",
-        "include_for_metrics", "run_name", "project", "trackio_*", "report_to", "debug",
+        "include_for_metrics", "trackio_*", "debug",
         "prediction_loss_only", "batch_eval_metrics",
     ),
     "evaluation has settings of its own; set them by hand": (
@@ -57,6 +57,7 @@ _SCHEDULES: dict[str, tuple[str, float | None]] = {
     "constant_with_warmup": ("constant", None),
     "linear": ("linear", 0.0),
     "cosine": ("cosine", 0.0),
+    "warmup_stable_decay": ("wsd", 0.0),
 }
 _PLAIN: tuple[tuple[str, Any, str], ...] = (
     ("output_dir", str, "run_dir"),
@@ -73,6 +74,8 @@ _PLAIN: tuple[tuple[str, Any, str], ...] = (
     ("max_length", int, "data.seq_len"),
     ("max_seq_length", int, "data.seq_len"),
     ("dataset_text_field", str, "data.text_field"),
+    ("dataset_num_proc", int, "data.workers"),
+    ("run_name", str, "log.name"),
 )
 
 
@@ -97,6 +100,7 @@ def convert(source: Source, made: Conversion, gpus: int) -> None:
     _schedule(source, made)
     _saving(source, made)
     _data(source, made)
+    _loggers(source, made)
     optimizer = source.take("optim", str)
     if optimizer is not None and "adamw" not in optimizer:
         made.remarks.append(
@@ -142,6 +146,9 @@ def _schedule(source: Source, made: Conversion) -> None:
             made.set("optimizer.min_lr_ratio", ratio, f"{kind} ends at 0")
     elif kind is not None:
         made.open["optimizer.schedule"] = f"lr_scheduler_type is {kind}"
+    decay = source.take("lr_scheduler_kwargs.num_decay_steps", int)
+    if kind == "warmup_stable_decay" and decay is not None:
+        made.set("optimizer.decay_steps", decay, "lr_scheduler_kwargs.num_decay_steps")
     kwargs = source.skip("lr_scheduler_kwargs")
     if kwargs:
         made.leave("the schedules have no more options", *kwargs)
@@ -164,6 +171,19 @@ def _saving(source: Source, made: Conversion) -> None:
         made.set("checkpoint.every_steps", int(steps), "save_steps")
     elif strategy not in (None, "no"):
         made.open["checkpoint.every_steps"] = f"save_strategy is {strategy}"
+
+
+def _loggers(source: Source, made: Conversion) -> None:
+    loggers, project = source.take("report_to", str | list[str]), source.take("project", str)
+    for name in [loggers] if isinstance(loggers, str) else loggers or []:
+        if name == "tensorboard":
+            made.set("log.tensorboard", True, "report_to")
+        elif name == "trackio" and project is not None:
+            made.set("log.trackio", project, "report_to, project")
+        elif name in ("wandb", "trackio"):
+            made.open[f"log.{name}"] = "report_to has it; the name of a project"
+        elif name not in ("none", "all"):
+            made.leave(f"there is no logger {name}", "report_to")
 
 
 def _data(source: Source, made: Conversion) -> None:
