@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tierstream.engine.data.progress import Progress
-from tierstream.engine.metrics import PlanReport, RunSummary, StepMetrics
+from tierstream.engine.metrics import EvalMetrics, PlanReport, RunSummary, StepMetrics
 
 
 class Control:
@@ -59,6 +59,9 @@ class Callback:
     def on_step(self, metrics: StepMetrics) -> None:
         """A step has ended and its record is in the file."""
 
+    def on_evaluation(self, metrics: EvalMetrics) -> None:
+        """The run has been evaluated and the record is in the file; before a checkpoint of the same step."""
+
     def on_checkpoint(self, step: int, path: Path) -> None:
         """The checkpoint of `step` is complete and durable."""
 
@@ -89,6 +92,10 @@ class Callbacks(Callback):
     def on_step(self, metrics: StepMetrics) -> None:
         for callback in self._callbacks:
             callback.on_step(metrics)
+
+    def on_evaluation(self, metrics: EvalMetrics) -> None:
+        for callback in self._callbacks:
+            callback.on_evaluation(metrics)
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         for callback in self._callbacks:

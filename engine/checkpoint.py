@@ -39,6 +39,7 @@ _FREE = {
     "data.tokenizer",
     "data.vocab_size",
     "data.workers",
+    "eval",  # a share kept from training shows in the fingerprint of the data
     "model.path",
     "model.config",
     "moe.gpu_cache",

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config_file import load
 from tierstream.engine.data.config import DataConfig
+from tierstream.engine.eval_config import EvalConfig
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig
@@ -120,6 +121,7 @@ class RunConfig:
     tiers: TiersConfig = field(default_factory=TiersConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -145,4 +147,14 @@ class RunConfig:
             raise ConfigError(
                 "data.streaming is true, so how many steps an epoch has is known only at its end; "
                 "set train.steps"
+            )
+        if self.data.streaming and self.eval.share is not None:
+            raise ConfigError(
+                f"eval.share is {self.eval.share} and data.streaming is true, so nobody knows how many "
+                "samples there are; name eval.files"
+            )
+        if self.checkpoint.keep_best and not self.eval.wanted:
+            raise ConfigError(
+                "checkpoint.keep_best is true, but there is no evaluation to say what is best; name "
+                "eval.files, or set eval.share"
             )

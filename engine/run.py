@@ -17,15 +17,19 @@ from tierstream.engine.batch import Batch
 from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
-from tierstream.engine.data.prepare import check_packing, open_rows
+from tierstream.engine.data.holdout import hold_out
+from tierstream.engine.data.prepare import check_packing, open_data
 from tierstream.engine.data.rows import Batch as PackedBatch
 from tierstream.engine.data.rows import Rows
+from tierstream.engine.data.shards import TokenStore
 from tierstream.engine.data.stream import StreamedRows, open_stream
 from tierstream.engine.device import Device
+from tierstream.engine.evaluation import Evaluator, check_eval_files, open_eval_rows
 from tierstream.engine.expert_picture import expert_picture
 from tierstream.engine.expert_use import NO_COUNTS, ExpertStep
+from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
-from tierstream.engine.metrics import RunSummary, StepMetrics
+from tierstream.engine.metrics import EvalMetrics, RunSummary, StepMetrics
 from tierstream.engine.optimizer import check_schedule
 from tierstream.engine.plan import page_warning
 from tierstream.engine.plan_report import describe_plan
@@ -37,7 +41,7 @@ from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.saving import Saver
 from tierstream.engine.step_notes import StepNotes
 from tierstream.engine.trace import Trace
-from tierstream.engine.units import find_units
+from tierstream.engine.units import ModelUnits, find_units
 from tierstream.io import durable, memory
 from tierstream.io.errors import TierstreamError, TrainingStopped
 
@@ -59,10 +63,11 @@ class Run:
         rows: Rows | StreamedRows,
         runtime: Runtime,
         tier: assemble.Drives | None,
+        evaluator: Evaluator | None,
         state: dict[str, Any],
     ) -> None:
         self.config, self.callbacks, self.directory = config, callbacks, directory
-        self.rows, self.runtime, self._tier = rows, runtime, tier
+        self.rows, self.runtime, self._tier, self._evaluator = rows, runtime, tier, evaluator
         self._experts, self._cache_before = runtime.expert_use(), NO_COUNTS
         self._identity = {key: state[key] for key in ("run_id", "settings", "dtypes")}
         self.step = int(state["step"])
@@ -101,7 +106,9 @@ class Run:
         profile = load_profile(config.tiers)
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
-        rows = _open_rows(config, directory, hf_config.vocab_size, callbacks, state.get("data_cursor"), parts)
+        rows, eval_rows = _open_rows(
+            config, directory, hf_config.vocab_size, callbacks, state.get("data_cursor"), parts
+        )
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
         check_schedule(config.optimizer, _total_steps(config, rows))
         for line in explain_profile(config.tiers, profile):
@@ -121,15 +128,13 @@ class Run:
             applied_updates=state["applied_updates"], trace=trace,
         )  # fmt: skip
         parts.callback(runtime.close)
-        callbacks.on_event(f"state: {origin}")
-        left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
-        for line in explain_router_losses(config.moe, model):
+        for line in (f"state: {origin}", *explain_router_losses(config.moe, model), _explain_decay(units)):
             callbacks.on_event(line)
-        callbacks.on_event(f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}")
+        evaluator = _open_evaluator(config, eval_rows, runtime, callbacks, directory, state, parts)
         first, total = int(state["step"]), _total_steps(config, rows)
         report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, first, total)
         state |= {"settings": settings, "dtypes": dict(report.dtypes)}
-        run = cls(config, callbacks, directory, rows, runtime, tier, state)
+        run = cls(config, callbacks, directory, rows, runtime, tier, evaluator, state)
         parts.enter_context(run._saver)
         directory.write_plan(report)
         callbacks.on_plan(report)
@@ -164,7 +169,20 @@ class Run:
         for line in self._notes.of(record, self._skipped_in_a_row):
             self.callbacks.on_event(line)
         self._check_skips()
+        if self.failure is None:
+            self._evaluate()
         self._saver.after_step(self.step, self._state)
+
+    def _evaluate(self) -> None:
+        """If it is due; what it moves is not of the next step."""
+        evaluator = self._evaluator
+        if evaluator is None or not evaluator.is_due(self.step, last=self.step == self.total_steps):
+            return
+        evaluator.evaluate(self.step)
+        self.runtime.trace.take_stalls()
+        self._before = self.runtime.traffic()
+        if self.runtime.experts is not None:
+            self._cache_before = self.runtime.experts.counts
 
     def finish(self) -> None:
         """Save the last step, and write down what is known at the end. Raises `failure`."""
@@ -178,6 +196,8 @@ class Run:
         self.summary.checkpoint = str(self._saver.newest) if self._saver.newest else None
         self.summary.failed_checkpoints = self._saver.failed
         self.summary.drives = self._tier.totals() if self._tier else {}
+        if (evaluator := self._evaluator) is not None:
+            self.summary.best_loss, self.summary.best_step = evaluator.best_loss, evaluator.best_step
         if stopped:
             self.summary.stopped = str(self.failure or self.callbacks.control.stop_reason)
         if has_run:
@@ -206,6 +226,7 @@ class Run:
             "data_fingerprint": self.rows.fingerprint,
             "data_cursor": self.rows.cursor(self.step),
             "router_biases": saved_biases(self.runtime.model),
+            "evaluation": None if self._evaluator is None else self._evaluator.state,
         }
 
     def _draw_experts(self) -> None:
@@ -281,10 +302,13 @@ def _open_rows(
     callbacks: Callbacks,
     cursor: dict[str, Any] | None,
     parts: ExitStack,
-) -> Rows | StreamedRows:
+) -> tuple[Rows | StreamedRows, Rows | None]:
+    """The rows to train on, and those to evaluate on."""
     settings = config.data, config.model, directory.data
     rows_per_step, seed = config.train.rows_per_step, config.train.seed
     rows: Rows | StreamedRows
+    held: list[TokenStore] = []
+    check_eval_files(config.eval)
     if config.data.streaming:
         rows = open_stream(
             *settings, vocab_size=vocab_size, rows_per_step=rows_per_step, seed=seed, cursor=cursor
@@ -292,14 +316,40 @@ def _open_rows(
         parts.callback(rows.close)
         origins = []
     else:
-        rows = open_rows(
-            *settings, vocab_size=vocab_size, rows_per_step=rows_per_step, seed=seed,
-            on_progress=callbacks.on_progress,
-        )  # fmt: skip
-        origins = [store.origin for store in rows.stores]
+        stores = open_data(*settings, vocab_size=vocab_size, on_progress=callbacks.on_progress)
+        if config.eval.share is not None:
+            stores, held = hold_out(stores, config.eval.share, seed)
+        rows = Rows(stores, config.data, rows_per_step=rows_per_step, seed=seed)
+        origins = [store.origin for store in stores]
     for line in (*origins, *rows.describe()):
         callbacks.on_event(f"data: {line}")
-    return rows
+    eval_rows = open_eval_rows(
+        config, directory.data, held, vocab_size=vocab_size, on_progress=callbacks.on_progress
+    )
+    for line in [] if eval_rows is None else eval_rows.describe():
+        callbacks.on_event(f"evaluation: {line}")
+    return rows, eval_rows
+
+
+def _open_evaluator(
+    config: RunConfig,
+    rows: Rows | None,
+    runtime: Runtime,
+    callbacks: Callbacks,
+    directory: RunDirectory,
+    state: dict[str, Any],
+    parts: ExitStack,
+) -> Evaluator | None:
+    if rows is None:
+        return None
+    writer = RecordWriter(directory.evaluations_path, EvalMetrics, last_step=int(state["step"]))
+    parts.callback(writer.close)
+    return Evaluator(config, rows, runtime, callbacks, writer, state.get("evaluation"))
+
+
+def _explain_decay(units: ModelUnits) -> str:
+    left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
+    return f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}"
 
 
 def _total_steps(config: RunConfig, rows: Rows | StreamedRows) -> int:

@@ -7,6 +7,7 @@
         trackers.json    names of the run where `log` shows it
         tensorboard/     event files, with `log.tensorboard`
         metrics.jsonl    one `StepMetrics` a line
+        evaluations.jsonl  one `EvalMetrics` a line, if the run is evaluated
         result.json      the `RunSummary`, written when the run ends
         trace.json       spans of `train.trace_steps` steps, if any
         trace.png        a picture of one of them
@@ -49,6 +50,7 @@ class RunDirectory:
         self.config_path = self.path / "config.yaml"
         self.plan_path = self.path / "plan.json"
         self.metrics_path = self.path / "metrics.jsonl"
+        self.evaluations_path = self.path / "evaluations.jsonl"
         self.result_path = self.path / "result.json"
         self.trace_path = self.path / "trace.json"
         self.trace_picture_path = self.path / "trace.png"

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from tierstream.engine.callbacks import Callback
 from tierstream.engine.data.progress import Progress
-from tierstream.engine.metrics import PlanReport, RunSummary, StepMetrics
+from tierstream.engine.metrics import EvalMetrics, PlanReport, RunSummary, StepMetrics
 from tierstream.io.sizes import format_bytes
 from tierstream.tools.tables import WIDTH_COLUMNS, count, open_console, print_plan, print_summary
 
@@ -222,6 +222,13 @@ class ConsoleCallback(Callback):
         if not self._planned:
             raise RuntimeError("on_step before on_plan")
         self._live.step(metrics)
+
+    def on_evaluation(self, metrics: EvalMetrics) -> None:
+        self._live.event(
+            f"evaluation after step {metrics.step}: loss {metrics.loss:#.5g}{', the best' * metrics.best}, "
+            f"perplexity {metrics.perplexity:.4g}; {metrics.trained_tokens:,} tokens in "
+            f"{metrics.seconds:.3g} s"
+        )
 
     def on_event(self, text: str) -> None:
         self._live.event(text)

@@ -93,6 +93,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         _print_steps(console, summary, summary.step_s)
     if summary.stopped is not None:
         console.print(f"Stopped early: {summary.stopped}")
+    if summary.best_loss is not None:
+        console.print(f"best evaluation: loss {summary.best_loss:.4f} after step {summary.best_step}")
     if summary.checkpoint is not None:
         console.print(f"checkpoint {summary.checkpoint}", soft_wrap=True)
 

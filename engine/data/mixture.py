@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-#: Streams of random numbers, apart from each other: samples of an entry, entries among each other, rows.
-SAMPLES, ENTRIES, ROWS = range(3)
+#: Streams of random numbers, apart from each other: samples of an entry, entries among each other, rows,
+#: samples of an entry that are kept to evaluate on.
+SAMPLES, ENTRIES, ROWS, HELD_OUT = range(4)
 
 
 def draw_order(seed: int, epoch: int, count: int, *, stream: int, entry: int = 0) -> NDArray[np.int64]:

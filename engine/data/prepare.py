@@ -12,7 +12,6 @@ from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.files import find_files
 from tierstream.engine.data.hashes import HASHES_FILE, fingerprint_remembered
 from tierstream.engine.data.progress import Progress
-from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.samples import Recipe
 from tierstream.engine.data.shards import TokenStore
 from tierstream.engine.data.tokenise import OnProgress, Tokeniser, not_told
@@ -23,21 +22,6 @@ from tierstream.io.errors import ConfigError, DataError
 
 #: Kinds of layers, as transformers names them, in which documents of a row do not see each other.
 _SEEN_BY_POSITIONS = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-def open_rows(
-    data: DataConfig,
-    model: ModelConfig,
-    directory: Path,
-    *,
-    vocab_size: int,
-    rows_per_step: int,
-    seed: int,
-    on_progress: OnProgress = not_told,
-) -> Rows:
-    """The rows of a run; see `open_data`."""
-    stores = open_data(data, model, directory, vocab_size=vocab_size, on_progress=on_progress)
-    return Rows(stores, data, rows_per_step=rows_per_step, seed=seed)
 
 
 def open_data(

@@ -12,7 +12,7 @@ import pytest
 from support.families import moe_config
 
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.data.prepare import check_packing, open_rows, tokenizer_directory
+from tierstream.engine.data.prepare import check_packing, open_data, tokenizer_directory
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.tokenizer import load_tokenizer
 from tierstream.engine.model_config import ModelConfig
@@ -23,7 +23,8 @@ def open_text(
     root: Path, model: ModelConfig | None = None, rows: int = 300, rows_per_step: int = 1, **keys: Any
 ) -> Rows:
     data, model = DataConfig(files=[str(root / "*.txt")], **keys), model or ModelConfig(config="none")
-    return open_rows(data, model, root / "data", vocab_size=rows, rows_per_step=rows_per_step, seed=0)
+    stores = open_data(data, model, root / "data", vocab_size=rows)
+    return Rows(stores, data, rows_per_step=rows_per_step, seed=0)
 
 
 @pytest.fixture
@@ -102,15 +103,9 @@ def test_nothing_to_train_on_is_refused_before_a_tokenizer_is_trained(tmp_path: 
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match=r"the 1 files of data\.files hold no text"):
         open_text(tmp_path, vocab_size=258)
+    data = DataConfig(files=[str(tmp_path / "none*.txt")])
     with pytest.raises(DataError, match=r"'.*none\*\.txt' matches no file"):
-        open_rows(
-            DataConfig(files=[str(tmp_path / "none*.txt")]),
-            ModelConfig(config="x"),
-            tmp_path,
-            vocab_size=9,
-            rows_per_step=1,
-            seed=0,
-        )
+        open_data(data, ModelConfig(config="x"), tmp_path, vocab_size=9)
 
 
 @pytest.mark.parametrize(
