@@ -137,17 +137,17 @@ class ChatTemplate:
         self, conversation: Conversation, whole: str, marks: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
         """The template's own marks, without those of messages that are context."""
-        answers = [each["content"] for each in conversation.messages if each["role"] == "assistant"]
+        answers = [each for each in conversation.messages if each["role"] == "assistant"]
         if len(marks) != len(answers):
             raise DataError(
                 f"the chat template marks {len(marks)} parts with {{% generation %}}, but there are "
                 f"{len(answers)} answers"
             )
         for answer, (begin, end) in zip(answers, marks, strict=True):
-            if _find(answer.rpartition("</think>")[2], _dense(whole[begin:end]), 0) < 0:
+            if _find(_spoken(answer), _dense(whole[begin:end]), 0) < 0:
                 raise DataError("the marks {% generation %} of the chat template are not around the answers")
-        if any(message.get("weight") == 0 for message in conversation.messages):
-            raise DataError("a message has weight 0, but the chat template marks answers itself")
+        if not all(map(_is_answer, answers)):
+            raise DataError("an answer has weight 0, but the chat template marks answers itself")
         if not conversation.context:
             return marks
         context, _ = self._run(conversation, conversation.context)
@@ -163,14 +163,11 @@ class ChatTemplate:
                 raise DataError("the chat template renders a missing value as the word None")
         said = _dense(whole)
         for tool in conversation.tools or []:
-            name = str(tool.get("function", tool).get("name", ""))
-            if name not in said:
+            if (name := tool["function"]["name"]) not in said:
                 raise DataError(f"the chat template leaves out the tool {name!r}; it may not support tools")
         at = 0
         for number, message in enumerate(conversation.messages):
-            content = message["content"]
-            if message["role"] == "assistant":  # templates drop the thoughts of earlier turns
-                content = content.rpartition("</think>")[2]
+            content = _spoken(message)  # templates drop the thoughts of earlier turns
             moved = message["role"] in ("system", "developer")  # or may be
             end = _find(content, said, 0 if moved else at)
             if end < 0:
@@ -185,6 +182,12 @@ def _is_answer(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
+def _spoken(message: Message) -> str:
+    """What a message says; of an answer without what the model thought."""
+    content: str = message["content"]
+    return content.rpartition("</think>")[2] if message["role"] == "assistant" else content
+
+
 def _dense(text: str) -> str:
     """Without white space, which templates trim and add."""
     return "".join(text.split())
@@ -192,13 +195,13 @@ def _dense(text: str) -> str:
 
 def _find(content: str, said: str, begin: int) -> int:
     """Where `content`, as it is or as a JSON string, ends in `said`; -1: nowhere."""
-    content = content.strip()
-    for form in (content, json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1]):
-        dense = _dense(form)
-        found = said.find(dense, begin)
-        if found >= 0:
-            return found + len(dense)
-    return -1
+    dense = _dense(content)
+    found = said.find(dense, begin)
+    for ascii_only in (False, True):
+        if found < 0:
+            dense = _dense(json.dumps(content.strip(), ensure_ascii=ascii_only)[1:-1])
+            found = said.find(dense, begin)
+    return found + len(dense) if found >= 0 else -1
 
 
 def _left_out(number: int, part: str) -> DataError:

@@ -239,11 +239,20 @@ def _tools(value: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list):
         raise DataError(f"tools is {_named(tools)} where a list is expected")
-    cleaned = [_without_nulls(_parsed(tool, "tools") if isinstance(tool, str) else tool) for tool in tools]
-    for tool in cleaned:
-        if not isinstance(tool, dict):
-            raise DataError(f"a tool is {_named(tool)} where an object is expected")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in cleaned]
+    return [
+        _tool(_without_nulls(_parsed(tool, "tools") if isinstance(tool, str) else tool)) for tool in tools
+    ]
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """A schema as templates take it: {"type": "function", "function": {"name", ...}}."""
+    if not isinstance(tool, dict):
+        raise DataError(f"a tool is {_named(tool)} where an object is expected")
+    if not isinstance(tool.get("function"), dict):
+        tool = {"type": "function", "function": tool}
+    if not isinstance(tool["function"].get("name"), str):
+        raise DataError(f"a tool has no name; its fields are {', '.join(tool['function'])}")
+    return tool
 
 
 def _without_null_fields(value: Mapping[str, Any]) -> dict[str, Any]:

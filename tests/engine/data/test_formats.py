@@ -197,6 +197,11 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ([{"from": "function_call", "value": "look"}], {}, "function_call are no JSON"),
         ([USER, ANSWER], {"tools": "{"}, "the tools are no JSON"),
         ([USER, ANSWER], {"tools": [1]}, "a tool is of type int"),
+        (
+            [USER, ANSWER],
+            {"tools": [{"function": "f", "x": 1}]},
+            "a tool has no name; its fields are function, x",
+        ),
         ([USER, ANSWER], {"tools": {"name": "f"}}, "tools is of type dict where a list"),
         ([{"role": "system", "content": "s"}, ANSWER], {"system": "t"}, "a field system and a first message"),
     ],
