@@ -156,17 +156,16 @@ def choose_page_bytes(
     return round_up(-(-piece_nbytes // pieces), PAGE_ALIGN_BYTES)
 
 
-def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_bytes_in_host: int) -> int:
+def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
     """Bytes of the DRAM tier: the budget, or what is best, never more than the state needs; whole pages.
 
     Args:
-        available_bytes: host memory that may still be used (io.memory).
-        gpu_bytes_in_host: device buffers that live in host memory, because the device is the CPU.
+        free: bytes of host memory that may still be used (io.memory), less device buffers that live there,
+            because the device is the CPU.
     """
     page = layout.page_bytes
     or_lower_page = "" if config.page is None else f", or lower tiers.page ({format_bytes(page)})"
     everything = sum(layout.page_count(*key) for key in layout.planes) * page
-    free = available_bytes - gpu_bytes_in_host
     if config.dram is None:
         budget = everything if everything <= _AUTO_DRAM_SHARE * free else int(_AUTO_DRAM_SHARE * free)
     else:
@@ -192,14 +191,13 @@ def size_dram(config: TiersConfig, layout: Layout, available_bytes: int, gpu_byt
     return pages * page
 
 
-def size_copies(wanted: int | None, layout: Layout, spare_bytes: int, *, on_drives: bool) -> int:
+def size_copies(wanted: int | None, config: TiersConfig, layout: Layout, spare_bytes: int) -> int:
     """Bytes for copies of pages that change while a checkpoint is written; whole pages, never more than all
-    that is durable.
+    that is durable. Pages that are on drives pass through them as well, so then there are some.
 
     Args:
         wanted: `checkpoint.copy_memory`.
         spare_bytes: host memory that is free beside the DRAM tier.
-        on_drives: pages that are not in DRAM pass through these copies, so there are some.
 
     Raises:
         BudgetError: more is wanted than is free.
@@ -212,7 +210,7 @@ def size_copies(wanted: int | None, layout: Layout, spare_bytes: int, *, on_driv
         )
     most = sum(layout.page_count(*key) for key, spec in layout.planes.items() if spec.durable)
     budget = max(0, int(_AUTO_COPY_SHARE * spare_bytes)) if wanted is None else wanted
-    return page * min(most, max(budget // page, READS_AHEAD if on_drives else 0))
+    return page * min(most, max(budget // page, READS_AHEAD if config.nvme_dirs else 0))
 
 
 def page_warning(config: TiersConfig, plan: Plan) -> str | None:
@@ -263,10 +261,8 @@ def make_plan(
 
     Args:
         rows, seq_len: tokens of a step. device_in_host: the device is the CPU, its buffers take host memory.
-        update_threads: CPU threads of the update.
-        available_bytes: host memory that may still be used.
-        expert_nbytes: device memory for weights of experts; None: a few experts.
-        copy_memory: see `size_copies`.
+        update_threads: CPU threads of the update. available_bytes: host memory that may still be used.
+        expert_nbytes: device memory for weights of experts; None: a few. copy_memory: see `size_copies`.
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
@@ -279,25 +275,22 @@ def make_plan(
         build_layout, units, boundary_nbytes=boundary, master=optimizer.master,
         grad_dtype=optimizer.grad_dtype,
     )  # fmt: skip
-    pieces = [unit for experts in units.experts for unit in experts] or units.layers
-    piece_nbytes = max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
     state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
-    layout = layout_of(page_bytes=choose_page_bytes(piece_nbytes, state_bytes, tiers, available_bytes))
+    layout = layout_of(page_bytes=choose_page_bytes(_piece_bytes(units), state_bytes, tiers, available_bytes))
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     memory = divide(
         units, layout, boundary_nbytes=boundary, expert_nbytes=expert_nbytes, budget=tiers.gpu,
         passing_nbytes=_passing_nbytes(units, layout, on_device=on_device),
     )  # fmt: skip
     layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident)
-    in_host = memory.nbytes if device_in_host else 0
-    dram = size_dram(tiers, layout, available_bytes, in_host)
-    on_drives = tiers.nvme_dirs is not None
+    free = available_bytes - (memory.nbytes if device_in_host else 0)
+    dram = size_dram(tiers, layout, free)
     plan = Plan(
         parameters=units.numel,
         tokens_per_step=rows * seq_len,
         page_bytes=layout.page_bytes,
         dram_bytes=dram,
-        copy_bytes=size_copies(copy_memory, layout, available_bytes - in_host - dram, on_drives=on_drives),
+        copy_bytes=size_copies(copy_memory, tiers, layout, free - dram),
         durable_bytes=layout.nbytes(durable=True),
         step_local_bytes=layout.nbytes(durable=False),
         prefetch_bytes=int(dram // 4 if tiers.prefetch is None else tiers.prefetch),
@@ -310,6 +303,12 @@ def make_plan(
         gpu_updates=on_device,
     )
     return plan, layout
+
+
+def _piece_bytes(units: ModelUnits) -> int:
+    """The largest weight plane of a layer, or of an expert where there are some."""
+    pieces = [unit for experts in units.experts for unit in experts] or units.layers
+    return max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
 
 
 def _passing_nbytes(units: ModelUnits, layout: Layout, *, on_device: bool) -> int:

@@ -13,7 +13,7 @@ from tierstream.engine import machine, plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.callbacks import Callback
-from tierstream.engine.plan import Plan, TiersConfig, page_warning, size_dram
+from tierstream.engine.plan import Plan, TiersConfig, page_warning, size_copies, size_dram
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError
 from tierstream.tiered.layout import Layout
@@ -48,9 +48,34 @@ def test_a_page_that_was_set_is_named_where_dram_is_too_small(
 ) -> None:
     tiers = TiersConfig(dram=None if dram is None else ByteSize(dram), nvme_dirs=drives, page=page)
     with pytest.raises(BudgetError) as caught:
-        size_dram(tiers, planned[1], available_bytes, 0)
+        size_dram(tiers, planned[1], available_bytes)
     assert said in str(caught.value)
     assert str(caught.value).endswith(", or lower tiers.page (1.00 MiB)") == (page is not None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "drives", "spare_bytes", "pages"),
+    [
+        (None, None, 8 * PAGE_BYTES, 2),  # a quarter
+        (None, None, 4 << 30, 24),  # all that is durable
+        (None, None, -1, 0),
+        (0, None, 4 << 30, 0),
+        (0, ["/drive"], 0, 2),  # pages that are not in DRAM pass through them
+        (5 * PAGE_BYTES + 1, None, 6 * PAGE_BYTES, 5),
+    ],
+)
+def test_memory_for_copies(
+    planned: tuple[Plan, Layout], wanted: int | None, drives: list[str] | None, spare_bytes: int, pages: int
+) -> None:
+    layout = planned[1]
+    durable = sum(layout.page_count(*key) for key, spec in layout.planes.items() if spec.durable)
+    found = size_copies(wanted, TiersConfig(nvme_dirs=drives), layout, spare_bytes)
+    assert found == min(pages, durable) * PAGE_BYTES
+
+
+def test_more_memory_for_copies_than_is_free_is_refused(planned: tuple[Plan, Layout]) -> None:
+    with pytest.raises(BudgetError, match=r"checkpoint.copy_memory is 3.00 MiB, but only 2.00 MiB of host"):
+        size_copies(3 << 20, TiersConfig(), planned[1], 2 << 20)
 
 
 def warning(plan: Plan, *, dram: int, state: int, page: ByteSize | None = None, drives: bool = True) -> str:
