@@ -46,10 +46,12 @@ OPTIONS = """\
 --optimizer.beta2 FLOAT 0.95
 --optimizer.eps FLOAT 1e-08
 --optimizer.weight-decay FLOAT 0.1
+--optimizer.no-decay TEXT ...|null null
 --optimizer.clip-norm FLOAT|null 1.0
---optimizer.schedule {constant,linear,cosine} cosine
+--optimizer.schedule {constant,linear,cosine,wsd} cosine
 --optimizer.warmup-steps INT 0
 --optimizer.min-lr-ratio FLOAT 0.1
+--optimizer.decay-steps INT|null null
 --optimizer.master {split,fp32} split
 --optimizer.grad-dtype {float32,bfloat16} float32
 --optimizer.check-finite {true,false} true
@@ -80,6 +82,7 @@ OPTIONS = """\
 --train.rows-per-step INT 8
 --train.rows-per-chunk INT|null null
 --train.loss-chunk-tokens INT|null null
+--train.z-loss-coef FLOAT 0.0
 --train.seed INT 0
 --train.device TEXT cpu
 --train.kernels {plain,liger} plain
@@ -88,6 +91,13 @@ OPTIONS = """\
 --train.debug {true,false} false
 --train.log-samples {true,false} false
 --train.trace-steps INT 0
+--eval.files TEXT ...|null null
+--eval.share FLOAT|null null
+--eval.every-steps INT|null null
+--eval.at-end {true,false} true
+--eval.rows-per-step INT|null null
+--eval.patience INT|null null
+--eval.min-delta FLOAT 0.0
 --checkpoint.every-steps INT|null null
 --checkpoint.every-minutes FLOAT|null null
 --checkpoint.keep INT 2
