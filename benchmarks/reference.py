@@ -1,8 +1,9 @@
-"""Writes docs/reference.md from the code: every key of a run file, every option of every command.
+"""Writes docs/reference.md and docs/metrics.md from the code: every key of a run file, every option of every
+command; every field of the files that a run writes.
 
     python benchmarks/reference.py [--check]
 
-With --check nothing is written, and the exit status is 1 if the page is not what the code says.
+With --check nothing is written, and the exit status is 1 if a page is not what the code says.
 """
 
 from __future__ import annotations
@@ -19,11 +20,41 @@ from typing import Any
 from unittest import mock
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.config_tree import REQUIRED, Leaf, leaves, option, sections
+from tierstream.engine.config_tree import REQUIRED, Leaf, field_docs, leaves, option, sections
+from tierstream.engine.expert_use import CacheCounts, ExpertStep
+from tierstream.engine.metrics import (
+    DrivePlan,
+    DriveTotals,
+    EvalMetrics,
+    PlanReport,
+    RunSummary,
+    StepMetrics,
+    TierPlan,
+    TierTotals,
+    TracedStep,
+)
 from tierstream.tools import bench, cli
 from tierstream.tools.options import NoOptions, metavar, shown
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+#: What a run writes -> its records, the whole one first.
+RECORDS: dict[str, tuple[type, ...]] = {
+    "metrics.jsonl": (StepMetrics, ExpertStep, CacheCounts),
+    "evaluations.jsonl": (EvalMetrics,),
+    "plan.json": (PlanReport, TierPlan, DrivePlan),
+    "result.json": (RunSummary, TierTotals, DriveTotals, TracedStep),
+}
+_RECORDS_HEAD = """\
+# Records of a run
+
+Made from the code by `python benchmarks/reference.py`; do not edit it by hand.
+
+The files of a run directory that programs read, and what their fields mean. A `.jsonl` file has a JSON object
+a line, in the order of steps; a resumed run cuts off what it will write again. Sizes are bytes, times
+seconds. A loss or norm that is not a number is written `NaN`, `Infinity` or `-Infinity`: Python's json reads
+that, a strict reader of JSON refuses it, which is better than a loss of `null` that nobody notices. `None`
+stands for `null`. `tierstream report` draws them.
+"""
 _HEAD = """\
 # Reference
 
@@ -106,8 +137,26 @@ def command_pages() -> Iterator[str]:
             yield from (entry(option(leaf.key), leaf) for leaf in own)
 
 
-def page() -> str:
-    return "\n".join([_HEAD, *run_file(), *command_pages()]) + "\n"
+def records() -> Iterator[str]:
+    """The fields of every record, with types as in the code."""
+    for name, classes in RECORDS.items():
+        yield f"## {name}"
+        for cls in classes:
+            title = "" if cls is classes[0] else f"### {cls.__name__}\n\n"
+            yield f"\n{title}{' '.join((inspect.getdoc(cls) or '').split())}\n"
+            docs = field_docs(cls)
+            for spec in dataclasses.fields(cls):
+                yield f"- `{spec.name}` ({spec.type}): {docs[spec.name]}"
+        yield ""
+
+
+def pages() -> dict[Path, str]:
+    """Path -> what must stand there."""
+    reference, fields = [_HEAD, *run_file(), *command_pages()], [_RECORDS_HEAD, *records()]
+    return {
+        _DOCS / "reference.md": "\n".join(reference) + "\n",
+        _DOCS / "metrics.md": "\n".join(fields).rstrip("\n") + "\n",
+    }
 
 
 def main() -> int:
@@ -115,12 +164,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
+    made = pages()
     if parser.parse_args().check:
-        current = PAGE.is_file() and PAGE.read_text() == page()
-        if not current:
-            print(f"{PAGE} is not what the code says; run python benchmarks/reference.py", file=sys.stderr)
-        return 0 if current else 1
-    PAGE.write_text(page())
+        old = [path for path, text in made.items() if not path.is_file() or path.read_text() != text]
+        for path in old:
+            print(f"{path} is not what the code says; run python benchmarks/reference.py", file=sys.stderr)
+        return 1 if old else 0
+    for path, text in made.items():
+        path.write_text(text)
     return 0
 
 

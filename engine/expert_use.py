@@ -14,19 +14,18 @@ from tierstream.io.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Counters of the experts' slots on the device, since the run began or in some steps.
-
-    Attributes:
-        hits, misses: experts that were wanted and lay in a slot, or had to come.
-        guesses, right_guesses: experts read ahead, and those of them that were wanted afterwards.
-        bytes_up: copied to the device.
-    """
+    """Counters of the experts' slots on the device, since the run began or in some steps."""
 
     hits: int
+    """Experts that were wanted and lay in a slot."""
     misses: int
+    """Experts that were wanted and had to come."""
     guesses: int
+    """Experts read ahead."""
     right_guesses: int
+    """Of those, the ones that were wanted afterwards."""
     bytes_up: int
+    """Copied to the device."""
 
     def since(self, earlier: CacheCounts) -> CacheCounts:
         return CacheCounts(*(getattr(self, key) - getattr(earlier, key) for key in self.__slots__))
@@ -40,19 +39,16 @@ NO_COUNTS = CacheCounts(0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class ExpertStep:
-    """What a step did with experts; counts are over all layers.
-
-    Attributes:
-        with_tokens: experts that had any, of `experts`.
-        cache: of the slots on the device.
-        bytes_spared: not copied there, against all experts of every layer once in forward and once in
-            backward.
-    """
+    """What a step did with experts; counts are over all layers."""
 
     with_tokens: int
+    """Experts that had any."""
     experts: int
+    """All there are."""
     cache: CacheCounts
+    """Of the slots on the device."""
     bytes_spared: int
+    """Not copied there, against all experts of every layer once in forward and once in backward."""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ExpertStep:

@@ -120,9 +120,13 @@ class TierTotals:
     """Traffic of one tier over a run."""
 
     bytes_read: int = 0
+    """Taken out of it."""
     bytes_written: int = 0
+    """Put into it."""
     hits: int = 0
+    """Page uses that found their page in it."""
     misses: int = 0
+    """Page uses that had to fetch their page from the tier below."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,7 +136,9 @@ class DriveTotals:
     path: str
     """The way that bytes took (`posix-direct`, `kvikio-compat`, ...), with the reason."""
     bytes_read: int
+    """By this process."""
     bytes_written: int
+    """Likewise."""
     bytes_checked: int
     """Of those read: compared with checksums, and right."""
     bytes_buffered: int
@@ -144,6 +150,7 @@ class TracedStep:
     """One step of the trace, from the spans of the device's lane `compute`."""
 
     step: int
+    """Its number."""
     step_s: float
     """Wall-clock seconds."""
     busy_s: float
@@ -157,8 +164,9 @@ class RunSummary:
     """The sum of the steps that this process ran; `result.json`."""
 
     first_step: int | None = None
+    """The first step that this process ran; None: none."""
     last_step: int | None = None
-    """Steps that this process ran, both included; None: none."""
+    """The last one."""
     loss: float | None = None
     """Loss of the last step that trained on any token."""
     best_loss: float | None = None
@@ -166,13 +174,19 @@ class RunSummary:
     best_step: int | None = None
     """The step after which it was."""
     tokens: int = 0
+    """Positions of the steps, padding included."""
     trained_tokens: int = 0
+    """Tokens that counted in the loss."""
     skipped_steps: int = 0
+    """Steps whose gradients were not finite."""
     step_s: float = 0.0
     """Wall-clock seconds within steps."""
     stall_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that the computation waited, by cause."""
     tier_wait_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that threads waited for pages, by cause; they wait side by side."""
     tiers: dict[str, TierTotals] = field(default_factory=dict)
+    """Tier -> its traffic."""
     drives: dict[str, DriveTotals] = field(default_factory=dict)
     """Directory of `tiers.nvme_dirs` -> its traffic."""
     traced: list[TracedStep] = field(default_factory=list)
@@ -180,7 +194,9 @@ class RunSummary:
     trace: str | None = None
     """Path of `trace.json`; None: no step was traced."""
     host_peak_bytes: int = 0
+    """Largest resident set of the process."""
     gpu_peak_bytes: int = 0
+    """Largest allocation on the device."""
     stopped: str | None = None
     """Why the run ended before its last step; None: it did not."""
     checkpoint: str | None = None
@@ -214,12 +230,16 @@ class RunSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class TierPlan:
-    """What one tier is to hold: `used_bytes` of `limit_bytes` (None: no limit but the space that is free)."""
+    """What one tier is to hold."""
 
     tier: str
+    """`gpu`, `dram` or `nvme`."""
     holds: str
+    """What, for people."""
     used_bytes: int
+    """That it takes."""
     limit_bytes: int | None = None
+    """That it may take; None: no limit but the space that is free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,15 +247,21 @@ class DrivePlan:
     """How one of `tiers.nvme_dirs` is worked on. Rates in bytes per second; None: not measured."""
 
     directory: str
+    """As the run file names it."""
     path: str
     """How bytes get there (`posix-direct`, `kvikio-compat`, ...), with the reason."""
     threads: int
+    """That read and write."""
     task_bytes: int
+    """That one of them moves at once."""
     queue_depth: int
+    """Requests under way at once."""
     share: float
     """Of the state's bytes, where space allows."""
     read: float | None
+    """Bytes per second, when it is only read."""
     write: float | None
+    """Likewise."""
     mixed: float | None
     """Reads and writes side by side, both counted."""
 
@@ -245,15 +271,21 @@ class PlanReport:
     """What is known before step 0; `plan.json`, of the process that ran last."""
 
     parameters: int
+    """Of the model."""
     tokens_per_step: int
+    """Positions of a full step, padding included."""
     first_step: int
+    """The first step that this process will run."""
     last_step: int
+    """Of the whole run."""
     dtypes: Mapping[str, str]
     """Plane -> dtype: weight, master, moments, gradient sum."""
     tiers: tuple[TierPlan, ...]
+    """From the fastest down."""
     bound_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each resource needs for one step: the largest is the bound. Empty: not measured."""
     drives: tuple[DrivePlan, ...] = ()
+    """Empty: all state is in DRAM."""
     written_bytes_per_step: int = 0
     """What the drives must take in the steady state, at least: they wear by it."""
     machine: Mapping[str, str] = field(default_factory=dict)

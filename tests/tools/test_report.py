@@ -14,7 +14,8 @@ from support.html_page import Page
 from support.runs import make_run, train
 from support.steps import record
 
-from tierstream.engine.metrics import MetricsWriter, StepMetrics, read_metrics
+from tierstream.engine.json_lines import RecordWriter
+from tierstream.engine.metrics import StepMetrics, read_metrics
 from tierstream.tools import cli
 from tierstream.tools.history import BUCKETS, read_history
 from tierstream.tools.report import report
@@ -33,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
 def write_run(folder: Path, steps: list[StepMetrics]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("run_dir: somewhere\n")
-    with MetricsWriter(folder / "metrics.jsonl", last_step=0) as writer:
+    with RecordWriter(folder / "metrics.jsonl", StepMetrics, last_step=0) as writer:
         for metrics in steps:
             writer.write(metrics)
     return folder
