@@ -90,20 +90,24 @@ def preview(config: PreviewConfig, console: Console) -> None:
 
 
 def _open_rows(config: PreviewConfig, directory: Path, vocab_size: int) -> Rows:
-    """The rows of a run in steps of one; with `data.streaming` those of its first block."""
-    from tierstream.engine.data.prepare import open_rows
+    """The rows that are trained on, in steps of one; with `data.streaming` those of the first block."""
+    from tierstream.engine.data.holdout import hold_out
+    from tierstream.engine.data.prepare import open_data
+    from tierstream.engine.data.rows import Rows
     from tierstream.engine.data.stream import open_stream
 
-    settings = config.data, config.model, directory
-    options: dict[str, Any] = {"vocab_size": vocab_size, "rows_per_step": 1, "seed": config.train.seed}
+    settings, seed = (config.data, config.model, directory), config.train.seed
     if config.data.streaming:
-        stream = open_stream(*settings, **options, cursor=None)
+        stream = open_stream(*settings, vocab_size=vocab_size, rows_per_step=1, seed=seed, cursor=None)
         try:
             return stream.block(0)
         finally:
             stream.close()
     with ConsoleCallback() as screen:
-        return open_rows(*settings, **options, on_progress=screen.on_progress)
+        stores = open_data(*settings, vocab_size=vocab_size, on_progress=screen.on_progress)
+    if config.eval.share is not None:
+        stores, _ = hold_out(stores, config.eval.share, seed)
+    return Rows(stores, config.data, rows_per_step=1, seed=seed)
 
 
 def _print_entries(console: Console, names: Sequence[str], stores: Sequence[TokenStore]) -> None:

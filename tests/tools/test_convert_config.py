@@ -58,7 +58,7 @@ def loaded(text: str) -> RunConfig:
     """With the keys that are to be filled in filled in."""
     text = text.replace("# run_dir: (to fill in)", "run_dir: r #")
     text = text.replace("  # path: (to fill in)", "  path: m #").replace(
-        "  # files: (to fill in)", "  files: [f] #"
+        "  # files: (to fill in)", "  files: [f] #", 1
     )
     return build(RunConfig, parse(RunConfig, text, "run.yaml"), "run.yaml")
 
@@ -204,6 +204,13 @@ def test_loggers() -> None:
     assert loaded(text).log.trackio == "q"
     assert "# wandb: (to fill in)" in text
     assert "report_to: there is no logger mlflow" in comments(text)
+
+
+def test_evaluation_waits_for_its_files() -> None:
+    text = written({}, {"eval_strategy": "steps", "eval_steps": 50, "load_best_model_at_end": True})
+    assert loaded(text).eval.files is None
+    assert "# every_steps: (to fill in) eval_steps is 50" in text
+    assert "# keep_best: (to fill in) load_best_model_at_end" in text
 
 
 def test_warm_up_stable_decay() -> None:

@@ -88,6 +88,16 @@ def test_what_is_left_out_is_told_with_its_place(command: Command, tmp_path: Pat
     assert "Row 1" not in out
 
 
+def test_what_is_held_out_is_not_among_the_rows(command: Command, tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path / "tokenizer")
+    write_run(tmp_path, files=["prompts.jsonl"], tokenizer="tokenizer", packing="none", seq_len=128)
+    shown = [
+        command.run("data", "preview", "run.yaml", "--rows", "9", "--eval.share", share)[1]
+        for share in ("null", "0.34")
+    ]
+    assert [len(re.findall(r"prompts.jsonl:[123]\n", out)) for out in shown] == [3, 2]
+
+
 def test_errors_are_those_of_training(command: Command, tmp_path: Path) -> None:
     write_run(tmp_path, files=["none.jsonl"])
     command.refused("data", "preview", "run.yaml", said=["'none.jsonl' matches no file"])

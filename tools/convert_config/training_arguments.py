@@ -27,9 +27,9 @@ _NO_COUNTERPART: Reasons = {
         "include_for_metrics", "trackio_*", "debug",
         "prediction_loss_only", "batch_eval_metrics",
     ),
-    "evaluation has settings of its own; set them by hand": (
-        "eval_*", "per_device_eval_batch_size", "do_eval", "do_predict", "bf16_full_eval", "fp16_full_eval",
-        "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "evaluation gives the loss, in the type of the model and on all rows; the lowest is the best": (
+        "eval_*", "load_best_model_at_end", "do_eval", "do_predict", "bf16_full_eval", "fp16_full_eval",
+        "metric_for_best_model", "greater_is_better", "per_device_eval_batch_size",
     ),
     "a checkpoint holds all state; `tierstream export` writes the model": (
         "save_only_model", "save_safetensors", "restore_callback_states_from_checkpoint",
@@ -99,6 +99,7 @@ def convert(source: Source, made: Conversion, gpus: int) -> None:
     _length(source, made)
     _schedule(source, made)
     _saving(source, made)
+    _evaluation(source, made)
     _data(source, made)
     _loggers(source, made)
     optimizer = source.take("optim", str)
@@ -184,6 +185,16 @@ def _loggers(source: Source, made: Conversion) -> None:
             made.open[f"log.{name}"] = "report_to has it; the name of a project"
         elif name not in ("none", "all"):
             made.leave(f"there is no logger {name}", "report_to")
+
+
+def _evaluation(source: Source, made: Conversion) -> None:
+    strategy, steps = source.take("eval_strategy", str), source.take("eval_steps", float)
+    if strategy not in (None, "no"):
+        made.open["eval.files"] = f"eval_strategy is {strategy}; or eval.share, to hold some samples back"
+        every = f"eval_steps is {steps:g}" if steps is not None else f"eval_strategy is {strategy}"
+        made.open["eval.every_steps"] = every
+        if source.take("load_best_model_at_end", bool):
+            made.open["checkpoint.keep_best"] = "load_best_model_at_end: true, with an evaluation"
 
 
 def _data(source: Source, made: Conversion) -> None:
