@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tierstream.engine.data.progress import Progress
-from tierstream.engine.metrics import EvalMetrics, PlanReport, RunSummary, StepMetrics
+from tierstream.engine.metrics import EvalMetrics, PlanReport, RunSummary, Sample, StepMetrics
 
 
 class Control:
@@ -62,6 +62,9 @@ class Callback:
     def on_evaluation(self, metrics: EvalMetrics) -> None:
         """The run has been evaluated and the record is in the file; before a checkpoint of the same step."""
 
+    def on_sample(self, sample: Sample) -> None:
+        """The model has written a text and it is in the file; likewise."""
+
     def on_checkpoint(self, step: int, path: Path) -> None:
         """The checkpoint of `step` is complete and durable."""
 
@@ -96,6 +99,10 @@ class Callbacks(Callback):
     def on_evaluation(self, metrics: EvalMetrics) -> None:
         for callback in self._callbacks:
             callback.on_evaluation(metrics)
+
+    def on_sample(self, sample: Sample) -> None:
+        for callback in self._callbacks:
+            callback.on_sample(sample)
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         for callback in self._callbacks:

@@ -46,6 +46,7 @@ _FREE = {
     "optimizer.check_finite",
     "optimizer.placement",
     "optimizer.threads",
+    "sample",
     "train.log_samples",
     "train.trace_steps",
 }

@@ -20,6 +20,7 @@ from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.engine.plan import TiersConfig
+from tierstream.engine.sample_config import SampleConfig
 from tierstream.engine.trackers import LogConfig
 from tierstream.io.errors import ConfigError
 
@@ -122,6 +123,7 @@ class RunConfig:
     moe: MoeConfig = field(default_factory=MoeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

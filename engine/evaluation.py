@@ -119,7 +119,7 @@ class Evaluator:
         every = self._config.every_steps
         return (every is not None and step % every == 0) or (last and self._config.at_end)
 
-    def evaluate(self, step: int) -> None:
+    def run(self, step: int) -> None:
         """After `step`. Raises StorageError: the record cannot be written."""
         begin = time.perf_counter()
         loss, trained_tokens = self._runtime.evaluate(self._batches())

@@ -116,6 +116,21 @@ class EvalMetrics(Record):
 
 
 @dataclass(kw_only=True, slots=True)
+class Sample(Record):
+    """What the model wrote after a prompt, one line of `samples.jsonl`."""
+
+    step: int
+    """After which step."""
+    prompt: str
+    text: str
+    """What follows the prompt, without special tokens."""
+    tokens: int
+    """Of it, special ones included."""
+    seconds: float
+    """Wall-clock seconds, of all prompts of this step together."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TierTotals:
     """Traffic of one tier over a run."""
 
@@ -288,6 +303,10 @@ class PlanReport:
     """Empty: all state is in DRAM."""
     written_bytes_per_step: int = 0
     """What the drives must take in the steady state, at least: they wear by it."""
+    sample_tokens: int = 0
+    """Tokens of the samples of one time, at most: passes forward, each for all prompts. 0: no samples."""
+    sample_bytes_per_token: int = 0
+    """Weights that go to the device for one of them, at most."""
     machine: Mapping[str, str] = field(default_factory=dict)
     """What the run runs on, versions too: name of a part -> what it is."""
     started: str = ""

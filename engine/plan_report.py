@@ -16,7 +16,7 @@ from tierstream.engine.plan import Plan
 from tierstream.engine.runtime import Runtime
 from tierstream.engine.units import TORCH_DTYPES, ModelUnits
 from tierstream.io.profile import MachineProfile
-from tierstream.tiered.layout import Layout
+from tierstream.tiered.layout import Layout, Unit
 
 
 def describe_plan(
@@ -73,9 +73,25 @@ def describe_plan(
         bound_s=bound.seconds,
         drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
         written_bytes_per_step=bound.nvme_written_bytes,
+        sample_tokens=config.sample.max_tokens if config.sample.prompts else 0,
+        sample_bytes_per_token=_weights_nbytes(units, layout, plan, rows=len(config.sample.prompts or [])),
         machine=describe_machine() | {name: version(name) for name in ("transformers", "tierstream")},
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _weights_nbytes(units: ModelUnits, layout: Layout, plan: Plan, *, rows: int) -> int:
+    """Weights that go to the device for a token of each of so many rows, at most."""
+
+    def nbytes(unit: Unit) -> int:
+        return 0 if unit.name in plan.device.resident else layout.spec(unit.name, "weight").nbytes
+
+    total = sum(map(nbytes, units.without_experts))
+    for experts, passed_by in zip(units.experts, units.passed_by, strict=True):
+        if experts:
+            active = len(experts) - passed_by // sum(tensor.numel for tensor in experts[0].tensors)
+            total += sum(map(nbytes, experts[: rows * active]))
+    return total
 
 
 def _in_dram(plan: Plan) -> str:

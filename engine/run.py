@@ -24,12 +24,12 @@ from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.shards import TokenStore
 from tierstream.engine.data.stream import StreamedRows, open_stream
 from tierstream.engine.device import Device
-from tierstream.engine.evaluation import Evaluator, check_eval_files, open_eval_rows
+from tierstream.engine.evaluation import check_eval_files, open_eval_rows
 from tierstream.engine.expert_picture import expert_picture
 from tierstream.engine.expert_use import NO_COUNTS, ExpertStep
-from tierstream.engine.json_lines import RecordWriter
+from tierstream.engine.interludes import Interludes
 from tierstream.engine.machine import explain_profile, known_drives, load_profile
-from tierstream.engine.metrics import EvalMetrics, RunSummary, StepMetrics
+from tierstream.engine.metrics import RunSummary, StepMetrics
 from tierstream.engine.optimizer import check_schedule
 from tierstream.engine.plan import page_warning
 from tierstream.engine.plan_report import describe_plan
@@ -63,11 +63,11 @@ class Run:
         rows: Rows | StreamedRows,
         runtime: Runtime,
         tier: assemble.Drives | None,
-        evaluator: Evaluator | None,
+        interludes: Interludes,
         state: dict[str, Any],
     ) -> None:
         self.config, self.callbacks, self.directory = config, callbacks, directory
-        self.rows, self.runtime, self._tier, self._evaluator = rows, runtime, tier, evaluator
+        self.rows, self.runtime, self._tier, self._interludes = rows, runtime, tier, interludes
         self._experts, self._cache_before = runtime.expert_use(), NO_COUNTS
         self._identity = {key: state[key] for key in ("run_id", "settings", "dtypes")}
         self.step = int(state["step"])
@@ -130,11 +130,11 @@ class Run:
         parts.callback(runtime.close)
         for line in (f"state: {origin}", *explain_router_losses(config.moe, model), _explain_decay(units)):
             callbacks.on_event(line)
-        evaluator = _open_evaluator(config, eval_rows, runtime, callbacks, directory, state, parts)
+        interludes = Interludes(config, rows, eval_rows, runtime, callbacks, directory, state, parts)
         first, total = int(state["step"]), _total_steps(config, rows)
         report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, first, total)
         state |= {"settings": settings, "dtypes": dict(report.dtypes)}
-        run = cls(config, callbacks, directory, rows, runtime, tier, evaluator, state)
+        run = cls(config, callbacks, directory, rows, runtime, tier, interludes, state)
         parts.enter_context(run._saver)
         directory.write_plan(report)
         callbacks.on_plan(report)
@@ -169,16 +169,13 @@ class Run:
         for line in self._notes.of(record, self._skipped_in_a_row):
             self.callbacks.on_event(line)
         self._check_skips()
-        if self.failure is None:
-            self._evaluate()
+        last = self.step == self.total_steps
+        if self.failure is None and self._interludes.after_step(self.step, last=last):
+            self._leave_out()
         self._saver.after_step(self.step, self._state)
 
-    def _evaluate(self) -> None:
-        """If it is due; what it moves is not of the next step."""
-        evaluator = self._evaluator
-        if evaluator is None or not evaluator.is_due(self.step, last=self.step == self.total_steps):
-            return
-        evaluator.evaluate(self.step)
+    def _leave_out(self) -> None:
+        """What was moved and waited for since the step is not of the next one."""
         self.runtime.trace.take_stalls()
         self._before = self.runtime.traffic()
         if self.runtime.experts is not None:
@@ -196,7 +193,7 @@ class Run:
         self.summary.checkpoint = str(self._saver.newest) if self._saver.newest else None
         self.summary.failed_checkpoints = self._saver.failed
         self.summary.drives = self._tier.totals() if self._tier else {}
-        if (evaluator := self._evaluator) is not None:
+        if (evaluator := self._interludes.evaluator) is not None:
             self.summary.best_loss, self.summary.best_step = evaluator.best_loss, evaluator.best_step
         if stopped:
             self.summary.stopped = str(self.failure or self.callbacks.control.stop_reason)
@@ -218,6 +215,7 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the planes."""
+        evaluator = self._interludes.evaluator
         return self._identity | {
             "step": self.step,
             "applied_updates": self.runtime.applied_updates,
@@ -226,7 +224,7 @@ class Run:
             "data_fingerprint": self.rows.fingerprint,
             "data_cursor": self.rows.cursor(self.step),
             "router_biases": saved_biases(self.runtime.model),
-            "evaluation": None if self._evaluator is None else self._evaluator.state,
+            "evaluation": None if evaluator is None else evaluator.state,
         }
 
     def _draw_experts(self) -> None:
@@ -329,22 +327,6 @@ def _open_rows(
     for line in [] if eval_rows is None else eval_rows.describe():
         callbacks.on_event(f"evaluation: {line}")
     return rows, eval_rows
-
-
-def _open_evaluator(
-    config: RunConfig,
-    rows: Rows | None,
-    runtime: Runtime,
-    callbacks: Callbacks,
-    directory: RunDirectory,
-    state: dict[str, Any],
-    parts: ExitStack,
-) -> Evaluator | None:
-    if rows is None:
-        return None
-    writer = RecordWriter(directory.evaluations_path, EvalMetrics, last_step=int(state["step"]))
-    parts.callback(writer.close)
-    return Evaluator(config, rows, runtime, callbacks, writer, state.get("evaluation"))
 
 
 def _explain_decay(units: ModelUnits) -> str:

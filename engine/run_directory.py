@@ -8,6 +8,7 @@
         tensorboard/     event files, with `log.tensorboard`
         metrics.jsonl    one `StepMetrics` a line
         evaluations.jsonl  one `EvalMetrics` a line, if the run is evaluated
+        samples.jsonl    one `Sample` a line, if there are prompts
         result.json      the `RunSummary`, written when the run ends
         trace.json       spans of `train.trace_steps` steps, if any
         trace.png        a picture of one of them
@@ -51,6 +52,7 @@ class RunDirectory:
         self.plan_path = self.path / "plan.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
+        self.samples_path = self.path / "samples.jsonl"
         self.result_path = self.path / "result.json"
         self.trace_path = self.path / "trace.json"
         self.trace_picture_path = self.path / "trace.png"

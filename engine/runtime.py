@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from tierstream.engine.activations import ActivationStash
 from tierstream.engine.batch import Batch
@@ -37,6 +38,7 @@ from tierstream.engine.plan import Plan
 from tierstream.engine.router_bias import BiasUpdate
 from tierstream.engine.router_loss import router_losses
 from tierstream.engine.schedule import Schedules
+from tierstream.engine.sink_attention import without_sinks_kernel
 from tierstream.engine.sweep import Sweep
 from tierstream.engine.trace import Trace
 from tierstream.engine.units import ModelUnits
@@ -184,26 +186,33 @@ class Runtime:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         trained_tokens = 0
-        with self.forward_only() as begin_pass:
+        with self.forward_only():
             for batch in batches:
                 if batch.trained_tokens:
-                    total += self._sweep.evaluate(begin_pass(batch.padding), batch)
+                    total += self._sweep.evaluate(self._begin_pass(batch.padding), batch)
                     trained_tokens += batch.trained_tokens
         return total.item() / trained_tokens if trained_tokens else math.nan, trained_tokens
 
     @contextmanager
-    def forward_only(self) -> Iterator[Callable[[torch.Tensor | None], StepPlan]]:
-        """Within, passes forward may be made with the weights that all updates so far give. What it yields
-        begins one, given its padding (None: there is none).
-        """
+    def forward_only(self) -> Iterator[None]:
+        """Within, passes forward may be made with the weights that all updates so far give."""
         self._finish_updates()
         self._state.load()
         self.model.eval()
         try:
             with torch.no_grad():
-                yield self._begin_pass
+                yield
         finally:
             self.model.train()
+
+    def new_cache(self) -> Any:
+        """For `next_logits`: no keys and values yet."""
+        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+
+    def next_logits(self, cache: Any, **inputs: torch.Tensor) -> torch.Tensor:
+        """Within `forward_only`; see `Sweep.next_logits`."""
+        with without_sinks_kernel(self.model.config):
+            return self._sweep.next_logits(self._begin_pass(None), cache, **inputs)
 
     def flush(self) -> None:
         """Carry out what is left of updates now, and bring the store up to date: before a checkpoint or an
@@ -305,7 +314,7 @@ class Runtime:
         return outcome
 
     def _begin_pass(self, padding: torch.Tensor | None) -> StepPlan:
-        """A pass forward begins."""
+        """A pass forward begins, over rows with this padding (None: there is none)."""
         if self.experts is not None and self._device_is_stale:
             self.experts.forget()
         plan = self.uploader.plan(self._uploads[: self._sweep.forward_uses], stale=self._device_is_stale)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -53,6 +54,19 @@ def has_sinks(model: Any) -> bool:
         isinstance(getattr(module, "sinks", None), nn.Parameter) and module.is_causal
         for module in model.modules()
     )
+
+
+@contextmanager
+def without_sinks_kernel(config: Any) -> Iterator[None]:
+    """Within, a model with this configuration attends in the plain way, which knows caches of keys."""
+    if config._attn_implementation != NAME:
+        yield
+        return
+    config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = NAME
 
 
 def check_dropout(probability: float) -> None:

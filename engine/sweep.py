@@ -10,6 +10,7 @@ the number of chunks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -119,6 +120,9 @@ class Sweep:
         # transformers would keep those of all layers
         keeps_logits = getattr(model.config, "output_router_logits", False)
         self._outputs = {"output_router_logits": False} if keeps_logits else {}
+        names = inspect.signature(type(self._decoder).forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5
+        self._has_cache = False
         self._embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         self._anchor = torch.zeros((), requires_grad=True)
         norm = final_norm(model)
@@ -225,7 +229,9 @@ class Sweep:
         """
         self._router_losses.begin_step(None)
         self._uploader.begin(plan)
-        hidden = self._decoder(**inputs, past_key_values=cache, use_cache=True, **self._outputs)
+        self._has_cache = True
+        hidden = self._decoder(**inputs, **{self._cache_name: cache}, use_cache=True, **self._outputs)
+        self._has_cache = False
         with self._head_weights() as weights:
             return self._head.logits(weights, hidden.last_hidden_state[:, -1])
 
@@ -362,13 +368,16 @@ class Sweep:
         self._embedding.forward = lambda ids: _StreamedEmbedding.apply(self, ids, self._anchor)
         norm.forward = lambda hidden: hidden  # computed by the head, in chunks, together with the loss
         for index, layer in enumerate(self._decoder.layers):
-            layer.forward = self._layer_shim(index, layer.forward)
+            layer.forward = self._layer_shim(index, layer)
 
-    def _layer_shim(self, index: int, forward: Any) -> Any:
+    def _layer_shim(self, index: int, layer: Any) -> Any:
+        forward = layer.forward
+
         def shim(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if kwargs.get("past_key_values") is not None:  # a few tokens of a few rows, all at once
+            if self._has_cache:  # a few tokens of a few rows, all at once; too many lengths to compile
                 with self._layer_weights(index, Choices()):
-                    return forward(*args, **kwargs)
+                    output: torch.Tensor = type(layer).forward(layer, *args, **kwargs)
+                return output
             call = LayerCall(index, forward, args, kwargs)
             hidden, call.hidden = call.hidden, None
             if not torch.is_grad_enabled():

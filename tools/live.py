@@ -10,7 +10,7 @@ from typing import TextIO
 
 from tierstream.engine.callbacks import Callback
 from tierstream.engine.data.progress import Progress
-from tierstream.engine.metrics import EvalMetrics, PlanReport, RunSummary, StepMetrics
+from tierstream.engine.metrics import EvalMetrics, PlanReport, RunSummary, Sample, StepMetrics
 from tierstream.io.sizes import format_bytes
 from tierstream.tools.tables import WIDTH_COLUMNS, count, open_console, print_plan, print_summary
 
@@ -229,6 +229,9 @@ class ConsoleCallback(Callback):
             f"perplexity {metrics.perplexity:.4g}; {metrics.trained_tokens:,} tokens in "
             f"{metrics.seconds:.3g} s"
         )
+
+    def on_sample(self, sample: Sample) -> None:
+        self._live.event(f"sample after step {sample.step}: {sample.prompt!r} -> {sample.text!r}")
 
     def on_event(self, text: str) -> None:
         self._live.event(text)

@@ -56,6 +56,13 @@ def print_plan(console: Console, plan: PlanReport) -> None:
         console.print(_drive_line(drive), soft_wrap=True)
     if plan.written_bytes_per_step:
         console.print(_wear_line(plan), soft_wrap=True)
+    if plan.sample_tokens:
+        weights = format_bytes(plan.sample_bytes_per_token)
+        console.print(
+            f"samples of up to {plan.sample_tokens} tokens: each takes {weights} of weights to the device, "
+            "for all prompts at once",
+            soft_wrap=True,
+        )
     if plan.bound is not None:
         resource, seconds = plan.bound
         by_time = sorted(plan.bound_s.items(), key=lambda item: -item[1])

@@ -1,0 +1,134 @@
+"""Samples of whole runs: when, what is written, who is told, and what is refused before the first step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import final_planes, make_run, records, train
+
+from tierstream.engine.callbacks import Callback
+from tierstream.engine.config import RunConfig
+from tierstream.engine.metrics import PlanReport, Sample
+from tierstream.engine.sample_config import SampleConfig
+from tierstream.engine.trainer import Trainer
+from tierstream.io.errors import ConfigError
+from tierstream.tools.live import ConsoleCallback
+
+PROMPTS = ["the tier", "every page of the small"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def sampled(folder: Path, *, steps: int = 3, **keys: Any) -> RunConfig:
+    config = make_run(folder, steps=steps)
+    config.sample = SampleConfig(**{"prompts": PROMPTS, "max_tokens": 6, **keys})
+    return config
+
+
+def samples(config: RunConfig) -> list[Sample]:
+    lines = (Path(config.run_dir) / "samples.jsonl").read_text().splitlines()
+    return [Sample(**json.loads(line)) for line in lines]
+
+
+def texts(config: RunConfig) -> list[tuple[int, str, str, int]]:
+    return [(each.step, each.prompt, each.text, each.tokens) for each in samples(config)]
+
+
+class Told(Callback):
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.plan: PlanReport | None = None
+
+    def on_sample(self, sample: Sample) -> None:
+        self.samples.append(sample)
+
+    def on_plan(self, plan: PlanReport) -> None:
+        self.plan = plan
+
+
+def test_a_run_writes_samples_and_trains_as_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, told = sampled(tmp_path / "one", every_steps=2), Told()
+    with ConsoleCallback() as console:
+        Trainer(config, [told, console]).run()
+    assert samples(config) == told.samples
+    assert [(each.step, each.prompt) for each in told.samples] == [(s, p) for s in (2, 3) for p in PROMPTS]
+    assert all(1 <= each.tokens <= 6 and each.seconds > 0 for each in told.samples)
+    out = capsys.readouterr().out
+    assert f"sample after step 2: 'the tier' -> {told.samples[0].text!r}" in out
+    assert "samples of up to 6 tokens: each takes" in out
+    assert told.plan is not None
+    assert told.plan.sample_bytes_per_token > 0
+    plain = make_run(tmp_path / "other", steps=3)
+    train(plain)
+    assert [each["loss"] for each in records(config)] == [each["loss"] for each in records(plain)]
+    for mine, theirs in zip(final_planes(config).values(), final_planes(plain).values(), strict=True):
+        assert mine.tobytes() == theirs.tobytes()
+
+
+def test_drawn_samples_are_those_of_the_step_in_a_resumed_run_too(tmp_path: Path) -> None:
+    config = sampled(tmp_path, every_steps=1, temperature=1.5, top_p=0.9)
+    config.checkpoint.every_steps, config.checkpoint.at_end = 2, False
+    train(config)
+    before = texts(config)
+    config.checkpoint.resume = "auto"
+    train(config)
+    assert texts(config) == before
+    assert before[0][2] != before[2][2]
+
+
+def test_a_prompt_in_the_chat_template_is_another(tmp_path: Path) -> None:
+    found = []
+    for name, chat in (("plain", None), ("chat", True)):
+        config = sampled(tmp_path / name, chat=chat, temperature=0.0, steps=1)
+        file = tmp_path / name / "template.jinja"
+        file.write_text(TEMPLATE)
+        config.data.chat_template = str(file)
+        train(config)
+        found.append(texts(config))
+    assert [prompt for _, prompt, _, _ in found[0]] == [prompt for _, prompt, _, _ in found[1]]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"chat": True}, r"sample\.chat is true, but the tokenizer has no chat template"),
+        ({"max_tokens": 63}, r"sample\.max_tokens is 63, .* more than the 64 positions of the model"),
+    ],
+)
+def test_what_only_the_tokenizer_and_the_model_know_is_refused_before_the_first_step(
+    tmp_path: Path, keys: dict[str, Any], said: str
+) -> None:
+    config = sampled(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=said):
+        train(config)
+    assert not (Path(config.run_dir) / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"prompts": []}, r"sample\.prompts is \[\]"),
+        ({"prompts": ["a", ""]}, r"none empty"),
+        (
+            {"prompts": None, "every_steps": 4},
+            r"sample\.every_steps is 4, but there is nothing to go on with",
+        ),
+        ({"every_steps": 0}, r"sample\.every_steps is 0"),
+        ({"at_end": False}, r"no sample would be written"),
+        ({"max_tokens": 0}, r"sample\.max_tokens is 0"),
+        ({"temperature": -1.0}, r"sample\.temperature is -1\.0"),
+        ({"temperature": 1.0, "top_p": 0.0}, r"sample\.top_p is 0\.0"),
+        ({"top_p": 0.9}, r"sample\.top_p is 0\.9 and sample\.temperature is 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(SampleConfig(prompts=PROMPTS), **keys)
