@@ -8,10 +8,7 @@ The directory is complete or not there.
 
 from __future__ import annotations
 
-import copy
-import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,51 +16,48 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from numpy.typing import NDArray
 from transformers.core_model_loading import revert_weight_conversion
 
 from tierstream import _native
-from tierstream.engine.data.tokenizer import load_tokenizer
+from tierstream.engine.export_files import write_descriptions
 from tierstream.engine.export_plan import (
     Buffer,
+    Carried,
     Computed,
     Elements,
     ExportDtype,
     ExportTensor,
     Piece,
     export_dtype,
+    plan_carried,
     plan_export,
 )
-from tierstream.engine.new_file import NewFile
-from tierstream.engine.tensor_entry import STORED_NAMES
+from tierstream.engine.export_shards import plan_shards, write_shards
+from tierstream.engine.model_card import RunFacts
+from tierstream.engine.safetensors_dir import CheckpointDir
+from tierstream.engine.source import LoadPlan
 from tierstream.io import drives, durable
-from tierstream.io.errors import ConfigError, InvariantError, TierstreamError, storage_errors
+from tierstream.io.errors import ConfigError, TierstreamError
 from tierstream.tiered.layout import TensorSpec, Unit
 from tierstream.tiered.snapshot import Snapshot
 
 #: Host memory that an export may take for its buffers.
 EXPORT_BUFFER_BYTES = 64 << 20
-SHARD_BYTES = 5_000_000_000
 
 #: `read(unit name, first element, out)` fills `out`: uint16 asks for the bits of bf16 weights, float32 for
 #: the fp32 masters (of a unit in fp32 these are its weights).
 ReadRange: TypeAlias = Callable[[str, int, NDArray[Any]], None]
 
-#: What a tokenizer is made of, chat templates included.
-_TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-    "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class ExportInfo:
-    """What was written; `nbytes` of weights."""
+    """What was written; `nbytes` of weights, `carried` of the tensors from the source."""
 
     path: Path
     shards: int
     tensors: int
+    carried: int
     nbytes: int
 
 
@@ -75,8 +69,11 @@ def export_model(
     *,
     dtype: ExportDtype | None = None,
     tokenizer_dir: Path | None = None,
-    source_dir: Path | None = None,
-    max_shard_bytes: int = SHARD_BYTES,
+    source: LoadPlan | None = None,
+    new_ids: bool = False,
+    max_shard_bytes: int | None = None,
+    facts: RunFacts | None = None,
+    progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
     buffer_bytes: int = EXPORT_BUFFER_BYTES,
 ) -> ExportInfo:
     """Write `out_dir`, which `from_pretrained` loads without the network.
@@ -86,18 +83,26 @@ def export_model(
         model: the meta model; only its persistent buffers are read from it.
         dtype: type of the weights; None: as trained. What the family keeps in fp32 stays fp32.
         tokenizer_dir: its tokenizer and chat templates are copied.
-        source_dir: model directory whose weights the run began with; its generation_config.json is copied.
-            None: a new model, whose special ids become those of the tokenizer.
-        max_shard_bytes: a larger tensor has a shard of its own.
+        source: model directory whose weights the run began with. Its generation_config.json, code and licence
+            are copied, and tensors that the family leaves aside.
+        new_ids: the configuration's special ids become those of the tokenizer: a new model stops where that
+            ends a text.
+        max_shard_bytes: see `plan_shards`.
+        facts: for the model card; None: no card.
+        progress: called with the bytes of tensors written so far, and of all.
 
     Raises:
         ConfigError: `out_dir` exists.
         StorageError: too little free space (before anything is written), or an I/O error.
         DataError: the tokenizer cannot be loaded.
+        ModelSourceError: see `plan_carried`.
     """
     if out_dir.exists() or out_dir.is_symlink():
         raise ConfigError(f"export directory {out_dir} exists; name a new one, or remove it")
     tensors = plan_export(model, units, dtype)
+    carried = plan_carried(source, getattr(torch, dtype) if dtype else model.dtype) if source else []
+    tensors += carried
+    shards = plan_shards(tensors, source.checkpoint if source else None, max_shard_bytes)
     nbytes = sum(tensor.meta.nbytes for tensor in tensors)
     temporary = out_dir.with_name(out_dir.name + ".tmp")
     durable.make_directories(out_dir.absolute().parent)
@@ -105,16 +110,24 @@ def export_model(
     drives.check_directory(out_dir.absolute().parent, nbytes)
     try:
         durable.make_directories(temporary)
-        shards = _write_weights(
-            _Values(read, model, dtype, buffer_bytes), tensors, temporary, max_shard_bytes
+        write_shards(shards, _Values(read, model, dtype, buffer_bytes).slices, temporary, progress)
+        source_dir = source.checkpoint.path if source else None
+        write_descriptions(
+            model,
+            dtype,
+            temporary,
+            name=out_dir.name,
+            tokenizer_dir=tokenizer_dir,
+            source_dir=source_dir,
+            new_ids=new_ids,
+            facts=facts,
         )
-        _write_descriptions(model, dtype, temporary, tokenizer_dir, source_dir)
         durable.publish_directory(temporary, out_dir)
     except BaseException:
         with suppress(TierstreamError):
             durable.remove_tree(temporary)
         raise
-    return ExportInfo(out_dir, shards, len(tensors), nbytes)
+    return ExportInfo(out_dir, len(shards), len(tensors), len(carried), nbytes)
 
 
 def snapshot_reader(snapshot: Snapshot) -> ReadRange:
@@ -149,6 +162,8 @@ class _Values:
         match tensor.origin:
             case Buffer(name):
                 yield _as_bytes(self._model.state_dict()[name].cpu())
+            case Carried(checkpoint, key):
+                yield from self._carried(checkpoint, key, tensor.dtype)
             case Elements(pieces):
                 for unit, spec in pieces:
                     yield from self._of_piece(unit, spec)
@@ -157,6 +172,13 @@ class _Values:
                     self._computed = ((), {})
                     self._computed = (pieces, self._compute(pieces))
                 yield _as_bytes(self._computed[1][name])
+
+    def _carried(self, checkpoint: CheckpointDir, key: str, dtype: torch.dtype) -> Iterator[NDArray[Any]]:
+        if checkpoint.tensors[key].scales is None:
+            yield from checkpoint.raw_slices(key, 8 * self._slice_elements)
+            return
+        for _, values in checkpoint.slices(key, self._slice_elements):
+            yield torch.from_numpy(values).to(dtype).view(torch.uint8).numpy()
 
     def _of_piece(self, unit: Unit, spec: TensorSpec) -> Iterator[NDArray[Any]]:
         rounded = export_dtype(self._model, unit, spec, self._dtype) == torch.bfloat16
@@ -189,87 +211,3 @@ class _Values:
 
 def _as_bytes(tensor: torch.Tensor) -> NDArray[Any]:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _write_weights(
-    values: _Values, tensors: Sequence[ExportTensor], directory: Path, max_shard_bytes: int
-) -> int:
-    """Write the shards, and their index if there are several; returns their number."""
-    by_key = {tensor.key: tensor for tensor in tensors}
-    split = split_torch_state_dict_into_shards(
-        {tensor.key: tensor.meta for tensor in tensors},
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_bytes,
-    )
-    for name, keys in split.filename_to_tensors.items():
-        # Larger types first keeps every tensor aligned to its type; otherwise in the order of the units.
-        shard = sorted((by_key[key] for key in keys), key=lambda tensor: -tensor.dtype.itemsize)
-        _write_shard(values, shard, directory / name)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _write_json(directory / "model.safetensors.index.json", index)
-    return len(split.filename_to_tensors)
-
-
-def _write_shard(values: _Values, tensors: Sequence[ExportTensor], file: Path) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.meta.nbytes
-        stored = STORED_NAMES[tensor.dtype]
-        header[tensor.key] = {"dtype": stored, "shape": tensor.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with NewFile(file) as out:
-        out.append(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
-        for tensor in tensors:
-            for part in values.slices(tensor):
-                out.append(part)
-        if out.nbytes != 8 + len(text) + end:
-            raise InvariantError(f"{file}: {out.nbytes} bytes written, {8 + len(text) + end} announced")
-
-
-def _write_descriptions(
-    model: Any,
-    dtype: ExportDtype | None,
-    directory: Path,
-    tokenizer_dir: Path | None,
-    source_dir: Path | None,
-) -> None:
-    """config.json, generation_config.json and the tokenizer."""
-    config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
-    config.dtype = getattr(torch, dtype) if dtype is not None else model.dtype
-    config.architectures = [type(model).__name__]
-    if hasattr(config, "auto_map"):  # the exported model is transformers' own; no code comes with it
-        del config.auto_map
-    settings = source_dir / "generation_config.json" if source_dir is not None else None
-    settings = settings if settings is not None and settings.is_file() else None
-    if tokenizer_dir is not None:
-        _copy_tokenizer(tokenizer_dir, directory)
-        tokenizer = load_tokenizer(directory)
-        if source_dir is None:  # a new model stops where this tokenizer ends a text
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                token_id = getattr(tokenizer, key)
-                if token_id is None or token_id < config.vocab_size:
-                    setattr(config, key, token_id)
-                    setattr(generation, key, token_id)
-    with storage_errors("writing", directory):
-        config.save_pretrained(directory)
-        if settings is not None:
-            shutil.copyfile(settings, directory / settings.name)
-        else:
-            generation.save_pretrained(directory)
-
-
-def _copy_tokenizer(source: Path, directory: Path) -> None:
-    files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
-    for file in sorted(files):
-        target = directory / file.relative_to(source)
-        with storage_errors("copying", file, detail=f"to {target}"):
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    with NewFile(file) as out:
-        out.append(np.frombuffer(json.dumps(content, indent=2).encode(), np.uint8))

@@ -10,9 +10,11 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from tierstream.engine.meta_model import is_kept_in_fp32
-from tierstream.engine.safetensors_dir import some
+from tierstream.engine.safetensors_dir import CheckpointDir, some
+from tierstream.engine.source import LoadPlan
+from tierstream.engine.tensor_entry import STORED_DTYPES
 from tierstream.engine.units import TORCH_DTYPES, tensors_by_part
-from tierstream.io.errors import InvariantError
+from tierstream.io.errors import InvariantError, ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit
 
 ExportDtype = Literal["bfloat16", "float32"]
@@ -25,6 +27,14 @@ class Buffer:
     """It is this persistent buffer of the model."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """It is this tensor of the model directory that the run began with."""
+
+    checkpoint: CheckpointDir
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,7 @@ class ExportTensor:
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    origin: Buffer | Elements | Computed
+    origin: Buffer | Carried | Elements | Computed
 
     @property
     def meta(self) -> torch.Tensor:
@@ -77,6 +87,26 @@ def plan_export(model: Any, units: Iterable[Unit], dtype: ExportDtype | None) ->
     for pieces, of_pieces in zip(groups.values(), metas, strict=True):
         tensors += _reverted(model, pieces, of_pieces)
     return tensors + _buffers(model, parameters)
+
+
+def plan_carried(source: LoadPlan, dtype: torch.dtype) -> list[ExportTensor]:
+    """What the family leaves aside of the model directory that the run began with (layers that predict
+    further tokens): as it is stored there, but in `dtype` what is in FP8.
+
+    Raises:
+        ModelSourceError: a tensor has a type that torch has not.
+    """
+    tensors = []
+    for key in source.unused:
+        entry = source.checkpoint.tensors[key]
+        kind = STORED_DTYPES.get(entry.dtype) if entry.scales is None else dtype
+        if kind is None:
+            raise ModelSourceError(
+                f"{entry.file}: {key}, which {source.checkpoint.path} holds beside the model, has the type "
+                f"{entry.dtype} and cannot be exported; remove it from the model directory"
+            )
+        tensors.append(ExportTensor(key, entry.shape, kind, Carried(source.checkpoint, key)))
+    return tensors
 
 
 def _metas(model: Any, pieces: Sequence[Piece], dtype: ExportDtype | None) -> dict[str, torch.Tensor]:

@@ -49,6 +49,16 @@ class CheckpointDir:
         """The bytes of one tensor, or of its element `row` along the first dimension."""
         return _read(self.tensors[name], row)
 
+    def raw_slices(self, name: str, max_bytes: int) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of one tensor in order, at most `max_bytes` at a time, each valid until the next."""
+        entry = self.tensors[name]
+        buffer = np.empty(max(1, min(max_bytes, entry.nbytes)), np.uint8)
+        with _opened(entry.file) as fd:
+            for start in range(0, entry.nbytes, buffer.size):
+                part = buffer[: entry.nbytes - start]
+                transfer_all(Direction.READ, fd, str(entry.file), part, entry.offset + start)
+                yield part
+
     def slices(self, name: str, max_elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield `(first element, values)` over one tensor of a float type, in order.
 

@@ -23,8 +23,9 @@ FLOAT_DTYPES: Mapping[str, np.dtype[np.generic]] = {
 #: The types that are read as a whole, as torch has them.
 STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64,
+    "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 STORED_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 #: Values of the bytes of E8M0, bare exponents; 255 is NaN.

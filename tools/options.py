@@ -139,6 +139,8 @@ def _given(texts: list[str], leaf: Leaf) -> Given:
         if len(texts) == 1 and texts[0].startswith("[") and texts[0].endswith("]"):  # as in a run file
             texts = [text.strip().strip("'\"") for text in texts[0][1:-1].split(",") if text.strip()]
         return Given([_meaning(text, item_hint) for text in texts], where)
+    if not texts and leaf.hint is bool:  # --master
+        return Given(True, where)
     if len(texts) != 1:
         raise ConfigError(f"{where} takes one value, got {len(texts)}: {' '.join(texts)}".rstrip(": "))
     return Given(_meaning(texts[0], leaf.hint), where)

@@ -17,7 +17,7 @@ import torch
 import transformers
 from support.children import in_a_child, with_few_files
 from support.exports import Loaded, export_one_by_one, export_zeros, pretrained, stored
-from support.families import save_mixture
+from support.families import save_family
 from support.models import DENSE, SIZES, different, save_model, two_units
 
 from tierstream.engine.data.files import fingerprint_files
@@ -166,7 +166,7 @@ print(json.dumps({
 
 def test_moved_directory_works_offline_in_a_clean_process(tmp_path: Path, with_everything: Path) -> None:
     loaded = Loaded(with_everything)
-    loaded.export(tmp_path / "a b'c$HOME:é", tokenizer_dir=with_everything, source_dir=with_everything)
+    loaded.export(tmp_path / "a b'c$HOME:é", tokenizer_dir=with_everything, source=loaded.plan)
     moved = (tmp_path / "a b'c$HOME:é").rename(tmp_path / "moved 'é")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no-cache")}
     done = subprocess.run(
@@ -194,21 +194,13 @@ def test_moved_directory_works_offline_in_a_clean_process(tmp_path: Path, with_e
 def test_new_model_ends_a_text_with_the_tokenizer_of_its_run(tmp_path: Path, with_everything: Path) -> None:
     """The architecture's config names ids of another tokenizer (bos 1, eos 2)."""
     loaded = Loaded(with_everything)
-    loaded.export(tmp_path / "out", tokenizer_dir=with_everything)
+    loaded.export(tmp_path / "out", tokenizer_dir=with_everything, new_ids=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for settings in (model.config, model.generation_config):
         assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (None, 0, 1)
     loaded.export(tmp_path / "without")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "without").eos_token_id == 2
     assert loaded.model.config.eos_token_id == 2  # the run's own is left alone
-
-
-def test_remote_code_is_not_promised(tmp_path: Path) -> None:
-    save_model(tmp_path / "source")
-    loaded = Loaded(tmp_path / "source")
-    loaded.model.config.auto_map = {"AutoConfig": "gone.Config"}
-    loaded.export(tmp_path / "out")
-    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 # Refusals and faults
@@ -281,7 +273,7 @@ def test_missing_tokenizer_is_refused(tmp_path: Path, loaded: Loaded) -> None:
 def test_units_that_are_not_the_models_are_a_bug(tmp_path: Path, loaded: Loaded) -> None:
     with pytest.raises(InvariantError, match="units and model differ"):
         plan_export(loaded.model, loaded.units[:1], None)
-    save_mixture(tmp_path / "mixture", "mixtral")
+    save_family(tmp_path / "mixture", "mixtral")
     mixture = Loaded(tmp_path / "mixture")
     without = [unit for unit in mixture.units if unit.name != "layers.1.experts.2"]
     with pytest.raises(InvariantError, match=r"differ in model\.layers\.1\.mlp\.experts\.down_proj, "):

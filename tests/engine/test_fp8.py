@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.exports import Loaded, stored
 from support.families import save_family
-from support.models import different, edit_json, rewrite
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from support.models import dequantised_by_transformers, different, edit_json, rewrite
 
 from tierstream.engine.meta_model import build_meta_model
 from tierstream.engine.model_config import ModelConfig
@@ -75,7 +74,7 @@ def test_products_are_those_of_transformers(tmp_path: Path, shape: tuple[int, ..
     weight = (torch.randn(shape) * 30).to(torch.float8_e4m3fn)
     grid = torch.rand(*shape[:-2], shape[-2] // BLOCK, shape[-1] // BLOCK) / 100
     save_file({"w": weight, "w_scale_inv": grid}, tmp_path / "model.safetensors")
-    theirs = Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": grid})["weight"]
+    theirs = dequantised_by_transformers(weight, grid)
     checkpoint = open_checkpoint(tmp_path)
     for elements in (1, 100, 1000, 10**6):
         parts = [values.copy() for _, values in checkpoint.slices("w", elements)]
@@ -130,7 +129,7 @@ def test_loading_takes_only_its_buffers(tmp_path: Path) -> None:
 
 def test_export_is_not_quantised(tmp_path: Path) -> None:
     loaded = Loaded(quantised(tmp_path / "source"))
-    loaded.export(tmp_path / "out")
+    loaded.export(tmp_path / "out", source=loaded.plan)
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
     tensors = stored(tmp_path / "out")
     assert {value.dtype for value in tensors.values()} == {torch.bfloat16}

@@ -90,7 +90,9 @@ NO_ARCHIVES: dict[str, tuple[Callable[[Path], None], str]] = {
     "nested": (_save({"state_dict": {"w": torch.ones(3)}}), "state_dict is not a tensor"),
     "transposed": (_save({"w": torch.ones(3, 4).T}), "w is not a tensor whose elements lie in order"),
     "sparse": (_save({"w": torch.eye(3).to_sparse()}), "w is not a tensor"),
-    "complex": (_save({"w": torch.ones(3, dtype=torch.complex64)}), r"w has the type torch\.complex64"),
+    "odd type": (
+        _save({"w": torch.ones(3).to(torch.float8_e5m2fnuz)}), r"w has the type torch\.float8_e5m2fnuz"
+    ),
 }  # fmt: skip
 
 

@@ -185,6 +185,3 @@ def save_family(
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(family_config(family, **sizes), dtype=dtype)
     random_weights(model).save_pretrained(path, max_shard_size=shard)
-
-
-save_mixture = save_family

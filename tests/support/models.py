@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tierstream.tiered.layout import Unit, pack_unit
 
@@ -111,3 +112,9 @@ def different(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tens
         or name not in expected
         or not torch.equal(got[name].float(), expected[name].detach().float())
     ]
+
+
+def dequantised_by_transformers(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """In the type of the scales."""
+    made = Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scales})["weight"]
+    return made[0] if isinstance(made, list) else made  # before 5.24 a list

@@ -69,6 +69,10 @@ def test_a_list_may_be_empty() -> None:
     assert boat("--tanks.names").tanks.names == []
 
 
+def test_a_bare_truth_is_true() -> None:
+    assert boat("--tanks.open", text="name: Ada\ntanks: {open: false}").tanks.open is True
+
+
 def test_hyphens_and_underscores_are_the_same() -> None:
     from tierstream.engine.optimizer import OptimizerConfig
 

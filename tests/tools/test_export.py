@@ -1,0 +1,125 @@
+"""`tierstream export`: masters, the directory that the run began with, and the facts on the card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command import Command
+from support.exports import Loaded, stored
+from support.models import different, rewrite, save_model
+
+from tierstream.engine.data.files import fingerprint_files
+from tierstream.engine.data.tokenizer import train_tokenizer
+from tierstream.engine.metrics import StepMetrics
+from tierstream.engine.state import PlaneWriter
+from tierstream.engine.units import build_layout, find_units
+from tierstream.tiered.snapshot_writer import write_snapshot
+from tierstream.tiered.store import Store
+
+UNUSED = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return Command(capsys, tmp_path)
+
+
+class FinishedRun:
+    """A run that began with the weights in `source`; its masters have bits that no bf16 has."""
+
+    def __init__(self, root: Path) -> None:
+        self.source, self.path = root / "base", root / "run"
+        (root / "text").write_text("hello world " * 30)
+        train_tokenizer(fingerprint_files([root / "text"]), 259, self.source)
+        save_model(self.source)
+        rewrite(self.source / "model.safetensors", lambda t: t.update({UNUSED: torch.ones(11)}))
+        self.loaded = Loaded(self.source)
+        units = find_units(self.loaded.model)
+        layout = build_layout(
+            units, page_bytes=8192, master="split", grad_dtype="float32", boundary_nbytes=None
+        )
+        checkpoint = self.path / "checkpoints" / "step-00000002"
+        checkpoint.parent.mkdir(parents=True)
+        with Store(layout, dram_bytes=8 << 20, directory=None, prefetch_bytes=0, writeback_bytes=0) as store:
+            for unit in self.loaded.units:
+                PlaneWriter(store, layout)(unit.name, 0, self.loaded.flat.values[unit.name])
+            write_snapshot(store, checkpoint, self._state())
+        (self.path / "config.yaml").write_text("")
+        records = [record(step, loss) for step, loss in ((1, 3.0), (2, 2.5), (3, 2.0))]
+        (self.path / "metrics.jsonl").write_text("".join(f"{metrics.to_json()}\n" for metrics in records))
+
+    def _state(self) -> dict[str, Any]:
+        architecture = json.loads((self.source / "config.json").read_text())
+        settings = {
+            "run_dir": str(self.path), "model": {"path": str(self.source)}, "data": {"files": ["text"]},
+            "moe": {}, "architecture": architecture,
+        }  # fmt: skip
+        return {
+            "run_id": "r", "step": 2, "applied_updates": 1, "skipped_total": 1, "skipped_in_a_row": 0,
+            "settings": settings, "router_biases": {}, "data_fingerprint": "f00d",
+        }  # fmt: skip
+
+
+def record(step: int, loss: float) -> StepMetrics:
+    return StepMetrics(
+        step=step, optimizer_step=step, loss=loss, grad_norm=1.0, clip_factor=1.0, lr=0.1, skipped=False,
+        skipped_total=0, epoch=0.5, samples=1, tokens=1000, trained_tokens=900, step_s=1.0, tokens_per_s=1.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> FinishedRun:
+    return FinishedRun(tmp_path)
+
+
+def test_masters_are_written_in_full(command: Command, finished: FinishedRun, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert command.run("export", str(finished.path), str(out), "--master")[0] == 0
+    tensors = stored(out)
+    assert torch.equal(tensors.pop(UNUSED), torch.ones(11))
+    assert {value.dtype for value in tensors.values()} == {torch.float32}
+    assert different(tensors, finished.loaded.flat.tensors()) == []
+    command.refused(
+        "export", str(finished.path), str(tmp_path / "no"), "--master", "--dtype", "bfloat16",
+        said=["masters are in float32"],
+    )  # fmt: skip
+
+
+def test_card_has_the_facts_up_to_the_checkpoint(
+    command: Command, finished: FinishedRun, tmp_path: Path
+) -> None:
+    status, said, _ = command.run("export", str(finished.path), str(tmp_path / "out"))
+    assert status == 0
+    assert "31 tensors, 1 of them as they were, " in said
+    text = (tmp_path / "out" / "README.md").read_text()
+    for words in ("`base`", "| steps | 2 |", "weights | 1 |", "2,000", "2.5000", "`f00d`"):
+        assert words in text
+
+
+def test_a_source_that_is_gone_is_missed_and_one_that_moved_is_found(
+    command: Command, finished: FinishedRun, tmp_path: Path
+) -> None:
+    moved = finished.source.rename(tmp_path / "moved")
+    run, tokenizer = str(finished.path), ["--tokenizer", str(moved)]
+    status, said, _ = command.run("export", run, str(tmp_path / "without"), *tokenizer)
+    assert status == 0
+    assert f"{finished.source}, which the run began with, is gone" in said
+    assert UNUSED not in stored(tmp_path / "without")
+    assert command.run("export", run, str(tmp_path / "with"), "--source", str(moved))[0] == 0
+    assert UNUSED in stored(tmp_path / "with")
+    shutil.rmtree(moved)
+    command.refused(
+        "export", run, str(tmp_path / "no"), "--source", str(moved), said=[str(moved), "does not exist"]
+    )
+
+
+def test_shards_of_a_size(command: Command, finished: FinishedRun, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert command.run("export", str(finished.path), str(out), "--max-shard", "50KB")[0] == 0
+    assert len(list(out.glob("*.safetensors"))) > 2
+    command.refused("export", str(finished.path), str(out), "--max-shard", "0B", said=["must be > 0 B"])
