@@ -37,6 +37,8 @@ def in_project(run_file: Path, project: Path, run_dir: Path) -> RunConfig:
         project / ("corpus/*.txt" if name.endswith(".txt") else "chat.jsonl") for name in config.data.files
     ]
     config.data.files = [str(name) for name in files]
+    if config.eval.files is not None:
+        config.eval.files = [str(project / "held-out.jsonl")]
     if config.tiers.nvme_dirs is not None:
         drives = [run_dir.parent / f"drive-{number}" for number in range(len(config.tiers.nvme_dirs))]
         for drive in drives:
@@ -57,7 +59,7 @@ def test_a_run_file_says_for_whom_it_is_and_what_it_needs(run_file: Path) -> Non
         assert word in header
     assert config.run_dir == f"runs/{run_file.stem}"
     for key in re.findall(
-        r"(?:model|data|tiers)\.\w+(?=[,. ]|$)", header.partition("Change:")[2].partition("\n")[0]
+        r"(?:model|data|eval|tiers)\.\w+(?=[,. ]|$)", header.partition("Change:")[2].partition("\n")[0]
     ):
         section, name = key.split(".")
         assert getattr(getattr(config, section), name) is not None, key
