@@ -28,6 +28,7 @@ from tierstream.engine.metrics import (
     EvalMetrics,
     PlanReport,
     RunSummary,
+    Sample,
     StepMetrics,
     TierPlan,
     TierTotals,
@@ -41,6 +42,7 @@ _DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECORDS: dict[str, tuple[type, ...]] = {
     "metrics.jsonl": (StepMetrics, ExpertStep, CacheCounts),
     "evaluations.jsonl": (EvalMetrics,),
+    "samples.jsonl": (Sample,),
     "plan.json": (PlanReport, TierPlan, DrivePlan),
     "result.json": (RunSummary, TierTotals, DriveTotals, TracedStep),
 }

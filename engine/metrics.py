@@ -122,6 +122,7 @@ class Sample(Record):
     step: int
     """After which step."""
     prompt: str
+    """As `sample.prompts` has it."""
     text: str
     """What follows the prompt, without special tokens."""
     tokens: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tierstream.engine.metrics import StepMetrics
+from tierstream.engine.metrics import EvalMetrics, StepMetrics
 
 
 def perplexity(loss: float) -> float:
@@ -47,3 +47,13 @@ def step_scalars(metrics: StepMetrics, bound_s: float | None) -> dict[str, float
         if uses := hits + metrics.cache_misses.get(tier, 0):
             values[f"tier/{tier}_hit_percent"] = 100 * hits / uses
     return values
+
+
+def eval_scalars(metrics: EvalMetrics) -> dict[str, float]:
+    """The same of an evaluation."""
+    return {
+        "eval/loss_nats": metrics.loss,
+        "eval/perplexity": metrics.perplexity,
+        "eval/seconds": metrics.seconds,
+        "eval/tokens_per_s": metrics.tokens_per_s,
+    }

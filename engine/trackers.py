@@ -9,23 +9,28 @@ wandb and trackio need the network or a server of their own; tests talk to stand
 
 from __future__ import annotations
 
+import heapq
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tierstream.engine.callbacks import Callback
 from tierstream.engine.config_tree import to_plain
-from tierstream.engine.metrics import PlanReport, StepMetrics, each_step
-from tierstream.engine.scalars import step_scalars
+from tierstream.engine.json_lines import each_record
+from tierstream.engine.metrics import EvalMetrics, PlanReport, Sample, StepMetrics, each_step
+from tierstream.engine.scalars import eval_scalars, step_scalars
 from tierstream.io import durable
 from tierstream.io.errors import ConfigError
 
 if TYPE_CHECKING:
     from tierstream.engine.config import RunConfig
+
+#: What a service is told of.
+Told: TypeAlias = "StepMetrics | EvalMetrics | Sample"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +57,8 @@ class Service(ABC):
         """
 
     @abstractmethod
-    def send(self, values: Mapping[str, float], step: int) -> None: ...
+    def send(self, values: Mapping[str, float | str], step: int) -> None:
+        """More of a step, which is not before that of the last call."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -74,6 +80,12 @@ class Tracker(Callback):
     def on_step(self, metrics: StepMetrics) -> None:
         self._attempt(lambda service: self._send(service, metrics))
 
+    def on_evaluation(self, metrics: EvalMetrics) -> None:
+        self._attempt(lambda service: self._send(service, metrics))
+
+    def on_sample(self, sample: Sample) -> None:
+        self._attempt(lambda service: self._send(service, sample))
+
     def close(self) -> None:
         """End it, if it is not yet."""
         self._attempt(lambda service: service.close())
@@ -81,15 +93,21 @@ class Tracker(Callback):
 
     def _open(self, service: Service, plan: PlanReport) -> None:
         self._newest_step = service.open(self._config, plan)
-        before = Path(self._config.run_dir) / "metrics.jsonl"
-        if self._newest_step + 1 < plan.first_step and before.exists():
-            for metrics in each_step(before):
-                if metrics.step < plan.first_step:
-                    self._send(service, metrics)
+        if self._newest_step + 1 < plan.first_step:
+            for record in _past(Path(self._config.run_dir)):
+                if record.step < plan.first_step:
+                    self._send(service, record)
 
-    def _send(self, service: Service, metrics: StepMetrics) -> None:
-        if metrics.step > self._newest_step:
-            service.send(step_scalars(metrics, self._bound_s), metrics.step)
+    def _send(self, service: Service, record: Told) -> None:
+        if record.step <= self._newest_step:
+            return
+        if isinstance(record, StepMetrics):
+            values: Mapping[str, float | str] = step_scalars(record, self._bound_s)
+        elif isinstance(record, EvalMetrics):
+            values = eval_scalars(record)
+        else:
+            values = {f"sample/{record.prompt[:40]}": record.text}
+        service.send(values, record.step)
 
     def _attempt(self, action: Callable[[Service], None]) -> None:
         """Whatever happens in there, the run goes on."""
@@ -101,6 +119,13 @@ class Tracker(Callback):
             self._service = None
             what = " ".join(f"{type(error).__name__}: {error}".split())
             self.control.tell(f"warning: {self._name} is told no more of this run, which goes on: {what}")
+
+
+def _past(run_dir: Path) -> Iterator[Told]:
+    """What the processes before this one have written, in the order in which they did."""
+    files = (("metrics.jsonl", StepMetrics), ("evaluations.jsonl", EvalMetrics), ("samples.jsonl", Sample))
+    streams = [each_record(run_dir / name, kind) for name, kind in files if (run_dir / name).exists()]
+    return heapq.merge(*streams, key=lambda record: record.step)
 
 
 def open_trackers(config: RunConfig) -> list[Tracker]:
@@ -144,9 +169,10 @@ class TensorBoard(Service):
         self._writer = self._make(str(Path(config.run_dir) / "tensorboard"), purge_step=plan.first_step)
         return plan.first_step - 1
 
-    def send(self, values: Mapping[str, float], step: int) -> None:
+    def send(self, values: Mapping[str, float | str], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
         self._writer.flush()  # a killed run has shown all steps of its checkpoint
 
     def close(self) -> None:
@@ -173,7 +199,7 @@ class WeightsAndBiases(Service):
         # Offline nobody knows what the server has.
         return plan.first_step - 1 if self._run.offline else self._run.step - 1
 
-    def send(self, values: Mapping[str, float], step: int) -> None:
+    def send(self, values: Mapping[str, float | str], step: int) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -203,7 +229,7 @@ class Trackio(Service):
             return 0
         return max((metrics.step for metrics in each_step(before)), default=0)
 
-    def send(self, values: Mapping[str, float], step: int) -> None:
+    def send(self, values: Mapping[str, float | str], step: int) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,12 +21,16 @@ from support.steps import record
 from tierstream.engine.callbacks import Callback, Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.json_lines import RecordWriter
-from tierstream.engine.metrics import PlanReport, StepMetrics
+from tierstream.engine.metrics import EvalMetrics, PlanReport, Sample, StepMetrics
 from tierstream.engine.scalars import step_scalars
 from tierstream.engine.trackers import open_trackers
 from tierstream.io.errors import ConfigError
 
 Fake = dict[str, Any]
+EVALUATION = EvalMetrics(
+    step=2, loss=2.5, perplexity=12.2, trained_tokens=10, seconds=1.0, tokens_per_s=10.0, best=True
+)
+SAMPLE = Sample(step=2, prompt="The tide", text=" is out", tokens=3, seconds=0.5)
 
 
 def plan(first_step: int) -> PlanReport:
@@ -130,6 +135,29 @@ def test_a_run_is_told_once_over_its_resumes(services: dict[str, Fake], config: 
         assert fake["finished"] == 1
 
 
+def test_evaluations_and_samples_are_told_with_their_step(
+    services: dict[str, Fake], config: RunConfig
+) -> None:
+    """Those of the past too, between the steps where they were made."""
+    config.log.wandb = config.log.trackio = None
+    run_steps(config, 1, 3)
+    folder = Path(config.run_dir)
+    (folder / "evaluations.jsonl").write_text(f"{EVALUATION.to_json()}\n")
+    (folder / "samples.jsonl").write_text(f"{SAMPLE.to_json()}\n")
+    config.log.wandb, config.log.trackio = "boats", "ships"
+    trackers = open_trackers(config)
+    callbacks = Callbacks(trackers)
+    callbacks.on_plan(plan(4))
+    callbacks.on_evaluation(replace(EVALUATION, step=4, loss=math.nan))
+    callbacks.on_sample(replace(SAMPLE, step=4))
+    for fake in services.values():
+        (steps,) = fake["steps"].values()
+        assert [step for step, _ in steps] == [1, 2, 2, 2, 3, 4, 4]
+        assert steps[2][1]["eval/loss_nats"] == 2.5
+        assert steps[3][1] == steps[6][1] == {"sample/The tide": " is out"}
+        assert math.isnan(steps[5][1]["eval/loss_nats"])
+
+
 def test_a_run_that_had_no_tracker_before_shows_its_whole_past(
     services: dict[str, Fake], config: RunConfig
 ) -> None:
@@ -224,7 +252,10 @@ def test_tensorboard_keeps_what_is_no_number(tmp_path: Path) -> None:
     trackers = open_trackers(config)
     Callbacks(trackers).on_plan(plan(1))
     trackers[0].on_step(record(1, loss=math.nan, grad_norm=math.inf))
+    trackers[0].on_evaluation(EVALUATION)
+    trackers[0].on_sample(SAMPLE)
     trackers[0].close()
     found = tensorboard(config)
+    assert found["eval/loss_nats"] == [(2, 2.5)]
     assert math.isnan(found["train/loss_nats"][0][1])
     assert found["train/grad_norm"][0][1] == math.inf
