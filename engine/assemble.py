@@ -149,10 +149,9 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     Raises:
         StorageError: names the directory, the bytes needed and the bytes free.
     """
-    there = len(checkpoint.checkpoints(run_dir / "checkpoints"))
-    most = config.checkpoint.most_at_once
-    saves = max(most - there, min(most, 1))
-    checkpoints = (os.path.abspath(run_dir), saves * plan.durable_bytes)
+    folder, most = run_dir / "checkpoints", config.checkpoint.most_at_once
+    saves = max(most - len(checkpoint.checkpoints(folder)), min(most, 1))
+    checkpoints = (os.path.abspath(folder if folder.is_dir() else run_dir), saves * plan.durable_bytes)
     roots = [os.path.realpath(name) for name in config.tiers.nvme_dirs or []]
     for inner in roots:
         for outer in roots:

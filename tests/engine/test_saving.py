@@ -242,7 +242,7 @@ def test_a_failed_checkpoint_is_said_and_counted(directory: Path, full: FaultySy
         run.now += 30
         run.step(2)
         said = run.log.events[-1]
-        assert said.startswith(f"warning: the checkpoint of step 2 failed: creating {directory}/step-00000002")
+        assert said.startswith(f"warning: the checkpoint of step 2 failed: creating {directory}/step-0")
         assert "No space left on device" in said
         assert f"It needs 12.00 KiB in {directory}, where " in said
         assert said.endswith("the next is tried after step 3 or in 3 minutes")

@@ -171,6 +171,14 @@ def test_the_file_then_the_options_decide(run: Command, tmp_path: Path) -> None:
     assert run("resolved.yaml") == (0, out, "")
 
 
+@pytest.mark.parametrize("option", ["--resume auto", "--resume=auto", "--checkpoint.resume auto"])
+def test_resume_in_short(run: Command, option: str) -> None:
+    status, out, err = run("run.yaml", *option.split())
+    assert (status, err) == (0, "")
+    assert "  resume: auto\n" in out
+    assert "--checkpoint.resume" in run("run.yaml", "--help")[1]
+
+
 @pytest.mark.parametrize(
     ("change", "args", "message"),
     [
