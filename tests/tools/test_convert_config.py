@@ -232,6 +232,16 @@ def test_every_argument_of_transformers_is_known() -> None:
     assert "learning_rate" in taken & set(fields)
 
 
+def test_every_argument_of_trl_is_known() -> None:
+    fields = (
+        "activation_offloading assistant_only_loss chat_template_path completion_only_loss dataset_kwargs "
+        "dataset_num_proc dataset_text_field eos_token eval_packing loss_type max_length model_init_kwargs "
+        "packing packing_strategy pad_to_multiple_of pad_token padding_free shuffle_dataset truncation_mode"
+    )
+    taken = _taken_over()
+    assert "Not known" not in written({}, {name: 1 for name in fields.split() if name not in taken})
+
+
 def _taken_over() -> set[str]:
     asked = Source({}, "args.json")
     taken: set[str] = set()

@@ -166,9 +166,8 @@ def _batch(source: Source, made: Conversion, gpus: int) -> None:
             )
         made.set("train.rows_per_step", whole, "train_batch_size")
     elif micro is not None and "gradient_accumulation_steps" not in source.auto:
-        made.set(
-            "train.rows_per_step", micro * (accumulation or 1) * gpus, f"micro x accumulation x {gpus} GPU(s)"
-        )
+        rows = micro * (accumulation or 1) * gpus
+        made.set("train.rows_per_step", rows, f"micro batch x accumulation x {gpus} GPU(s)")
     if micro is not None:
         made.set("train.rows_per_chunk", micro, "train_micro_batch_size_per_gpu")
 

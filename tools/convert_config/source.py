@@ -70,10 +70,10 @@ class Source:
         return ConfigError(f"{self.name}: {key} is {shown}; it must be {wanted}")
 
     def skip(self, prefix: str) -> list[str]:
-        """Take all keys below `prefix`, whatever they hold. Returns them."""
+        """Take all keys below `prefix`, whatever they hold. Returns those that are not null."""
         keys = [key for key in self.settings if key.startswith(prefix) and key not in self._taken]
         self._taken.update(keys)
-        return keys
+        return [key for key in keys if self.settings[key] is not None]
 
     def has(self, section: str) -> bool:
         """Whether anything is set in a section, or the key itself."""

@@ -90,7 +90,8 @@ def convert(source: Source, made: Conversion, gpus: int) -> None:
     micro = source.take("per_device_train_batch_size", int)
     accumulation = source.take("gradient_accumulation_steps", int) or 1
     if micro is not None:
-        made.set("train.rows_per_step", micro * accumulation * gpus, f"micro x accumulation x {gpus} GPU(s)")
+        product = f"per_device_train_batch_size x gradient_accumulation_steps x {gpus} GPU(s)"
+        made.set("train.rows_per_step", micro * accumulation * gpus, product)
         made.set("train.rows_per_chunk", micro, "per_device_train_batch_size")
     clip = source.take("max_grad_norm", float)
     if clip is not None:
