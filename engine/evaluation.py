@@ -23,6 +23,7 @@ from tierstream.engine.interpreter import collect_now_and_then
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import EvalMetrics
 from tierstream.engine.runtime import Runtime
+from tierstream.engine.scalars import perplexity
 from tierstream.io.errors import DataError
 
 
@@ -131,7 +132,7 @@ class Evaluator:
         metrics = EvalMetrics(
             step=step,
             loss=loss,
-            perplexity=math.exp(loss) if loss < math.log(2) * 1023 else loss + math.inf,
+            perplexity=perplexity(loss),
             trained_tokens=trained_tokens,
             seconds=seconds,
             tokens_per_s=self._passes * self._rows.rows_per_step * self._rows.seq_len / seconds,

@@ -34,9 +34,12 @@ def step_scalars(metrics: StepMetrics, bound_s: float | None) -> dict[str, float
     }
     if bound_s is not None and metrics.step_s > 0:
         values["train/bound_percent"] = 100 * bound_s / metrics.step_s
-    for name, loss in (("aux", metrics.router_aux_loss), ("z", metrics.router_z_loss)):
-        if loss is not None:
-            values[f"router/{name}_loss"] = loss
+    losses = {
+        "router/aux_loss": metrics.router_aux_loss,
+        "router/z_loss": metrics.router_z_loss,
+        "train/z_loss": metrics.z_loss,
+    }
+    values |= {name: loss for name, loss in losses.items() if loss is not None}
     if metrics.experts is not None:
         values["experts/with_tokens_percent"] = 100 * metrics.experts.with_tokens / metrics.experts.experts
     values |= {f"stall/{cause}_s": seconds for cause, seconds in metrics.stall_s.items()}

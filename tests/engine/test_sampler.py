@@ -20,7 +20,8 @@ from tierstream.tools.live import ConsoleCallback
 
 PROMPTS = ["the tier", "every page of the small"]
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
 )
 
 
