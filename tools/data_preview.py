@@ -170,28 +170,31 @@ def _print_row(console: Console, tokenizer: Any, rows: Rows, number: int, *, who
     batch, on_terminal = rows.batch(number), console.is_terminal
     held = rows.seq_len - (0 if batch.padding is None else int(batch.padding.sum()))
     console.print(f"\nRow {number + 1}: {held:,} tokens, {batch.trained_tokens:,} trained", style="bold")
-    for place in rows.where(number)[:_PLACES]:
-        console.print(f"  {place}", soft_wrap=True)
+    places = iter(rows.where(number))
     text = Text()
-    for ids, trained in parts(batch):
+    for ids, trained, begins in parts(batch):
+        if begins:
+            text.append(("\n" if text else "") + f"-- {next(places)}\n", "dim")
         words = _shown(tokenizer.decode(ids.tolist(), skip_special_tokens=False), whole=whole)
         text.append(f"{{+{words}+}}" if trained and not on_terminal else words, "green" if trained else "")
     console.print(text)
 
 
-def parts(batch: Batch) -> Iterator[tuple[NDArray[np.int64], bool]]:
-    """The tokens of a row in runs of those that are trained on as labels, and those that are not."""
+def parts(batch: Batch) -> Iterator[tuple[NDArray[np.int64], bool, bool]]:
+    """The tokens of a row in runs, whether a run is trained on as labels, and whether a sample begins with it
+    (as far as positions say it).
+    """
     from tierstream.engine.data.rows import NOT_TRAINED
 
-    ids, labels = batch.input_ids[0], batch.labels[0]
+    ids, labels, begins = batch.input_ids[0], batch.labels[0], batch.position_ids[0] == 0
     if batch.padding is not None:
         held = int(np.count_nonzero(~batch.padding[0]))
-        ids, labels = ids[:held], labels[:held]
+        ids, labels, begins = ids[:held], labels[:held], begins[:held]
     # A label stands one place before its token; the first token of a row is none.
     trained = np.concatenate([[False], labels[:-1] != NOT_TRAINED])
-    cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), ids.size]
-    for begin, end in pairwise(cuts):
-        yield ids[begin:end], bool(trained[begin])
+    inner = np.flatnonzero(np.diff(trained) | begins[1:]) + 1
+    for begin, end in pairwise([0, *inner.tolist(), ids.size]):
+        yield ids[begin:end], bool(trained[begin]), bool(begins[begin])
 
 
 def _shown(text: str, *, whole: bool) -> str:

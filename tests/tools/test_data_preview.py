@@ -48,7 +48,7 @@ def test_texts_are_counted_and_shown(command: Command, tmp_path: Path) -> None:
     assert len(re.findall("text 1", out)) == 2
     assert re.search(r"Tokens of a sample: median [\d,]+, longest [\d,]+; a row has 32", out)
     assert re.search(r"\d+ steps an epoch", out)
-    assert re.search(r"Row 1: 32 tokens, 3[12] trained\n  .*corpus", out)
+    assert re.search(r"Row 1: 32 tokens, 3[12] trained\n-- .*corpus", out)
     assert "{+" in out
     assert "Row 2" not in out
     assert [line for line in out.splitlines() if len(line) > 80 and "corpus" not in line] == []
@@ -123,10 +123,8 @@ def test_marks_are_those_of_the_labels() -> None:
     hidden = [UNTRAINED | token for token in (11, 12)]
     store = store_of([[10, *hidden, 13, 14, 0], [20, 21, UNTRAINED | 22, 0]])
     rows = Rows([store], DataConfig(files=["a"], seq_len=12, packing="whole"), rows_per_step=1, seed=0)
-    shown = [(ids.tolist(), trained) for ids, trained in parts(rows.batch(0))]
-    first, second = (
-        [([10, 11, 12], False), ([13, 14, 0], True)],
-        [([20], False), ([21], True), ([22], False), ([0], True)],
-    )
+    shown = [(ids.tolist(), trained, begins) for ids, trained, begins in parts(rows.batch(0))]
+    first = [([10, 11, 12], False, True), ([13, 14, 0], True, False)]
+    second = [([20], False, True), ([21], True, False), ([22], False, False), ([0], True, False)]
     assert shown in (first + second, second + first)
     assert trained_tokens(store) == 3 + 2
