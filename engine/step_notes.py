@@ -25,8 +25,8 @@ class StepNotes:
         """
         if record.skipped:
             yield (
-                f"step {record.step}: the gradient is not finite (norm {record.grad_norm}, loss "
-                f"{record.loss}): skipped, nothing has changed; {skipped_in_a_row} in a row of at most "
+                f"step {record.step}: the gradient is not finite (norm {record.grad_norm:.4g}, loss "
+                f"{record.loss:.4g}): skipped, nothing has changed; {skipped_in_a_row} in a row of at most "
                 f"{self._config.max_skipped_in_a_row}{_samples(record.sample_ids)}"
             )
         elif not record.trained_tokens and not self._empty_explained:

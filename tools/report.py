@@ -79,7 +79,7 @@ def report(run_dir: Path) -> Page:
         facts={} if plan is None else plan.machine,
         notes=[*_notes(history, run_dir / "result.json")],
         blocks=[
-            _summary(history, plan),
+            _summary(history, plan, evaluations),
             *plots(history, evaluations, history.last.clip_norm),
             *_pictures(run_dir),
             *_tables(history, plan, evaluations),
@@ -102,7 +102,7 @@ def _notes(history: History, result_path: Path) -> Iterator[str]:
         yield f"{skipped} steps were skipped, since their gradient was not finite: marked red in the plots."
 
 
-def _summary(history: History, plan: PlanReport | None) -> Grid:
+def _summary(history: History, plan: PlanReport | None, evaluations: Sequence[Mapping[str, Any]]) -> Grid:
     totals, last = history.totals, history.last
     step_s, count = totals["step_s"], history.count
     rows = [
@@ -118,6 +118,9 @@ def _summary(history: History, plan: PlanReport | None) -> Grid:
         ("clipped steps", f"{int(totals['clipped'])} ({100 * totals['clipped'] / count:.1f} %)"),
         ("peak of host memory", format_bytes(last.host_peak_bytes)),
     ]
+    if evaluations:
+        best = min(evaluations, key=lambda one: math.inf if math.isnan(one["loss"]) else one["loss"])
+        rows.append(("best evaluation, nats", f"{_number(best['loss'])} after step {best['step']}"))
     if last.gpu_peak_bytes:
         rows.append(("peak of GPU memory", format_bytes(last.gpu_peak_bytes)))
     if plan is not None:

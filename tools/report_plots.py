@@ -16,8 +16,8 @@ from tierstream.tools.page import Picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Of the buckets, in the running mean of the loss.
-_RUNNING_SHARE = 0.02
+#: Of the buckets, in the running mean of the loss; and the fewest.
+_RUNNING_SHARE, _RUNNING_MIN = 0.02, 10
 _SIZE_INCHES = (9.0, 3.2)
 
 
@@ -102,7 +102,7 @@ def _line(axes: Axes, history: History, name: str, label: str, *, zero: bool = F
     _shade(axes, history, history.bands[name], "tab:blue", "")
     axes.set_ylabel(label)
     if zero:
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
 
 
 def _lines(axes: Axes, history: History, bands: Mapping[str, Band], label: str) -> None:
@@ -112,9 +112,9 @@ def _lines(axes: Axes, history: History, bands: Mapping[str, Band], label: str) 
 
 
 def _loss(axes: Axes, history: History, evaluations: Sequence[Mapping[str, Any]]) -> None:
-    band, buckets = history.bands["loss"], max(1, round(_RUNNING_SHARE * len(history.steps)))
+    band, buckets = history.bands["loss"], max(_RUNNING_MIN, round(_RUNNING_SHARE * len(history.steps)))
     _shade(axes, history, band, "tab:blue", "train")
-    if buckets > 1:
+    if len(history.steps) >= 2 * buckets:
         steps = buckets * (history.last.step - history.first.step + 1) // len(history.steps)
         mean = band.running_mean(buckets)
         axes.plot(history.steps, mean, color="tab:orange", label=f"mean of {steps:,} steps", linewidth=1.6)
@@ -160,7 +160,7 @@ def _stalls(axes: Axes, history: History, causes: Sequence[str]) -> None:
     else:
         axes.stackplot(history.steps, shares, labels=causes)
     axes.set_ylabel("% of the time")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
 
 
 def _hits(axes: Axes, history: History, tiers: Sequence[str]) -> None:
@@ -177,7 +177,11 @@ def _peaks(axes: Axes, history: History, peaks: Mapping[str, Band]) -> None:
     for name, band in peaks.items():
         axes.plot(history.steps, band.high / 2**30, label=name, marker="o" if len(history.steps) == 1 else "")
     axes.set_ylabel("GiB")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
+
+
+def _from_zero(axes: Axes) -> None:
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _log(axes: Axes, band: Band) -> None:

@@ -109,6 +109,7 @@ def test_evaluations_and_samples_are_shown(tmp_path: Path) -> None:
     (run_dir / "samples.jsonl").write_text(json.dumps({"step": 4, "text": "once <upon> a time"}) + "\n")
     page = page_of(run_dir)
     assert ["2", "3.25"] in page.rows
+    assert ["best evaluation, nats", "3.25 after step 2"] in page.rows
     assert ["4", "nan"] in page.rows
     assert "once <upon> a time" in page.text
 
