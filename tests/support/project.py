@@ -69,6 +69,7 @@ def shrink(config: RunConfig, profile: Path) -> RunConfig:
     config.train.rows_per_step, config.train.device, config.train.kernels = 4, "cpu", "plain"
     config.train.rows_per_chunk = None if config.train.rows_per_chunk is None else 2
     config.optimizer.placement = "auto"
+    config.sample.max_tokens = min(config.sample.max_tokens, 4)
     if config.eval.share is not None:
         config.eval.share = max(config.eval.share, 0.1)
     config.tiers.profile, config.tiers.page = str(profile), ByteSize(8192)
