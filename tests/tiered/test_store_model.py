@@ -8,7 +8,9 @@ import random
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -34,6 +36,7 @@ from tierstream.io.backend import Backend
 from tierstream.io.errors import InvariantError
 from tierstream.io.kvikio_backend import KvikioBackend, kvikio_problem
 from tierstream.io.posix import PosixBackend
+from tierstream.tiered.capture import Capture
 from tierstream.tiered.layout import Page
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.snapshot_writer import write_snapshot
@@ -90,6 +93,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.truth: dict[Page, bytes] = {}
         self.held: list[tuple[Lease, list[tuple[Page, Intent]]]] = []
         self.version = self.used = self.operations = 0
+        self.capture: Capture | None = None
+        self.writer = ThreadPoolExecutor(1)
         self.restart_after = dice.randrange(2 * OPERATIONS)  # every second sequence has one
         self.open(dice)
 
@@ -108,6 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
             policy=self.home.policy,
             prefetch_bytes=dice.choice([0, 1, 3, 20]) * PAGE_BYTES,
             writeback_bytes=dice.randint(1, 4) * PAGE_BYTES,
+            copy_bytes=dice.choice([0, 1, 2, 5]) * PAGE_BYTES,
             debug=True,
             faults=self.faults,
         )
@@ -258,11 +264,42 @@ class StoreMachine(RuleBasedStateMachine):
             found = Path(self.directory.path(page)).read_bytes()
             assert found == self.truth[page].ljust(LAYOUT.page_nbytes(page), b"\0")
 
+    @precondition(lambda self: self.capture is None and self.no_durable_page_is_held_to_write())
+    @rule(dice=dice)
+    def begin_capture(self, dice: random.Random) -> None:
+        """A thread writes the pages as they are now, while whatever comes next happens to them."""
+        self.captured = {page: self.truth[page] for page in DURABLE if page in self.truth}
+        self.capture = self.store.capture(dice.sample(DURABLE, dice.randint(0, 5)))
+        assert set(self.capture.pages) == self.captured.keys()
+        delay_s = dice.choice([0, 0.0005])
+        self.written = self.writer.submit(self.write, self.capture, delay_s)
+
+    def write(self, capture: Capture, delay_s: float) -> dict[Page, bytes]:
+        found: dict[Page, bytes] = {}
+        while (piece := capture.take()) is not None:
+            time.sleep(delay_s)
+            assert piece.page not in found
+            found[piece.page] = piece.array.tobytes()
+            capture.give_back(piece)
+        return found
+
+    @precondition(lambda self: self.capture is not None)
+    @rule()
+    def end_capture(self) -> None:
+        if self.capture is not None:
+            found = self.written.result(60)
+            self.capture.close()
+            self.capture = None
+            assert found.keys() == self.captured.keys()
+            for page, content in self.captured.items():
+                assert found[page] == content.ljust(LAYOUT.page_nbytes(page), b"\0"), page
+
     @precondition(lambda self: not self.held and self.operations >= self.restart_after)
     @rule(dice=dice)
     def restart(self, dice: random.Random) -> None:
         """Close the store and go on with another, of another size, that starts from a snapshot."""
         self.restart_after = OPERATIONS
+        self.end_capture()
         write_snapshot(self.store, self.scratch / "snapshot", {"version": self.version})
         self.store.close()
         self.open(dice)
@@ -288,6 +325,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         try:
+            self.end_capture()
             while self.held:
                 self.give_back(0)
             for page in PAGES:
@@ -300,6 +338,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.acquire(everything).release()  # else a frame has gone lost
         finally:
             self.store.close()
+            self.writer.shutdown()
             shutil.rmtree(self.scratch)
         assert open_descriptors() == self.descriptors
         assert not [thread for thread in threading.enumerate() if thread.name == "tierstream-store"]
