@@ -24,7 +24,7 @@ from tierstream.engine.binding import Binding
 from tierstream.engine.config import RunConfig
 from tierstream.engine.head import Head
 from tierstream.engine.meta_model import materialise_buffers
-from tierstream.engine.units import TORCH_DTYPES, find_units
+from tierstream.engine.units import TORCH_DTYPES, units_of_run
 
 #: `read(unit, plane, first element, out)`: fills `out` from a plane (`Store.read_range`).
 ReadRange = Callable[[str, str, int, NDArray[Any]], None]
@@ -48,7 +48,7 @@ class ResidentModel:
         parts: ExitStack,
     ) -> None:
         model, hf_config = build_model(config, parts)
-        units = find_units(model, experts_apart=config.moe.experts_apart)
+        units = units_of_run(model, config.moe, config.optimizer)
         self._parameters = {
             name: nn.Parameter(torch.empty_like(meta, device=device))
             for name, meta in model.named_parameters()

@@ -41,7 +41,7 @@ from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.saving import Saver
 from tierstream.engine.step_notes import StepNotes
 from tierstream.engine.trace import Trace
-from tierstream.engine.units import ModelUnits, find_units
+from tierstream.engine.units import ModelUnits, units_of_run
 from tierstream.io import durable, memory
 from tierstream.io.errors import TierstreamError, TrainingStopped
 
@@ -96,9 +96,7 @@ class Run:
             checkpoint.check_same_run(state["settings"], settings, config.checkpoint.allow_changed)
         directory.write_config(config)
         identity.write(state["run_id"])
-        units = find_units(
-            model, experts_apart=config.moe.experts_apart, no_decay=config.optimizer.no_decay or ()
-        )
+        units = units_of_run(model, config.moe, config.optimizer)
         device = Device(config.train.device)
         plan, layout = assemble.plan_run(config, units, hf_config, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.

@@ -31,7 +31,7 @@ from tierstream.engine.plan import Plan
 from tierstream.engine.resident import ResidentModel
 from tierstream.engine.runtime import Runtime, Traffic
 from tierstream.engine.trace import Span, Trace
-from tierstream.engine.units import ModelUnits, find_units
+from tierstream.engine.units import ModelUnits, units_of_run
 from tierstream.io import memory
 from tierstream.io.errors import BudgetError
 from tierstream.io.measure import Case, Labels, Sample, timed
@@ -154,7 +154,7 @@ class TieredBench:
         device = Device(config.train.device)
         parts.callback(device.close)
         model, hf_config = assemble.build_model(config, parts)
-        units = find_units(model, experts_apart=config.moe.experts_apart)
+        units = units_of_run(model, config.moe, config.optimizer)
         planned = [self._plan(setting, units, hf_config, device) for setting in settings]
         plans = [plan for plan, _ in planned]
         # Units that stay on the device leave planes out: one layout has all that any setting needs.
@@ -188,7 +188,7 @@ class TieredBench:
         materialise_buffers(model, None, device.torch_device)
         memory = GpuMemory(device.torch_device)
 
-        units = find_units(model, experts_apart=config.moe.experts_apart)
+        units = units_of_run(model, config.moe, config.optimizer)
 
         def build() -> Runtime:
             return assemble.build_runtime(

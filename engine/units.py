@@ -11,13 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tierstream.io.errors import ConfigError, ModelSourceError
 from tierstream.tiered.layout import Layout, PlaneSpec, TensorSpec, Unit, pack_unit
+
+if TYPE_CHECKING:
+    from tierstream.engine.moe_config import MoeConfig
+    from tierstream.engine.optimizer import OptimizerConfig
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -148,6 +152,11 @@ def find_units(model: Any, *, experts_apart: bool = True, no_decay: Sequence[str
         head=embed if tied else packer.whole(HEAD, outside),
         tied=tied,
     )
+
+
+def units_of_run(model: Any, moe: MoeConfig, optimizer: OptimizerConfig) -> ModelUnits:
+    """`find_units` as the settings of a run want it: what decays decides where a tensor lies in its unit."""
+    return find_units(model, experts_apart=moe.experts_apart, no_decay=optimizer.no_decay or ())
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:

@@ -15,6 +15,7 @@ from tierstream.engine.data.tokenizer import has_tokenizer
 from tierstream.engine.metrics import read_metrics
 from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.moe_config import MoeConfig
+from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError, DataError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.snapshot import Snapshot
@@ -65,7 +66,7 @@ def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
     """Write the model of `checkpoint`. Raises TierstreamError."""
     from tierstream.engine.data.prepare import tokenizer_directory
     from tierstream.engine.export import export_model, snapshot_reader
-    from tierstream.engine.units import find_units
+    from tierstream.engine.units import units_of_run
 
     snapshot = Snapshot.open(checkpoint)
     settings = snapshot.state["settings"]
@@ -84,10 +85,12 @@ def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
     tokenizer_dir = tokenizer_directory(data_config, model_config, run_dir / "data")
     if not has_tokenizer(tokenizer_dir):
         raise DataError(f"{tokenizer_dir} holds no tokenizer; name its directory with --tokenizer")
+    moe, optimizer = MoeConfig(**settings["moe"]), OptimizerConfig(**settings["optimizer"])
+    units = units_of_run(model, moe, optimizer)
     info = export_model(
         snapshot_reader(snapshot),
         model,
-        find_units(model, experts_apart=MoeConfig(**settings["moe"]).experts_apart).in_forward_order,
+        units.in_forward_order,
         out_dir,
         dtype="float32" if options.master else options.dtype,
         tokenizer_dir=tokenizer_dir,

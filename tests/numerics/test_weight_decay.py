@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.families import moe_config
 from support.rig import Rig, Setup, batches, rig, tiny_config
+from support.runs import make_run, train
 
 from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.tools.export import ExportOptions, export
 
 LR, DECAY = 0.1, 0.1
 
@@ -46,3 +50,19 @@ def test_exactly_the_matrices_shrink(family: str, no_decay: list[str] | None) ->
         assert "norm" not in name
         assert not name.endswith(("bias", "sinks"))
         assert no_decay is None or not ("embed_tokens" in name or ".mlp." in name)
+
+
+def test_patterns_change_where_tensors_lie_and_not_what_an_export_holds(tmp_path: Path) -> None:
+    """Without any decay both runs have the same weights, in units packed in another order."""
+    found = []
+    for name, no_decay in (("rule", None), ("patterns", ["*.q_proj.*", "*.down_proj.*", "*embed_tokens*"])):
+        config = make_run(tmp_path / name, steps=2)
+        config.optimizer.weight_decay, config.optimizer.no_decay = 0.0, no_decay
+        train(config)
+        export(
+            Path(config.run_dir) / "checkpoints" / "step-00000002", tmp_path / f"out-{name}", ExportOptions()
+        )
+        found.append(load_file(tmp_path / f"out-{name}" / "model.safetensors"))
+    rule, patterns = found
+    assert rule.keys() == patterns.keys()
+    assert [name for name in rule if not torch.equal(rule[name], patterns[name])] == []

@@ -26,7 +26,7 @@ from tierstream.engine.plan import TiersConfig, make_plan
 from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.trace import Trace, TracedDirectory
-from tierstream.engine.units import find_units
+from tierstream.engine.units import units_of_run
 from tierstream.io.backend import open_backend
 from tierstream.tiered.layout import Page
 from tierstream.tiered.stats import Faults
@@ -144,9 +144,7 @@ class Rig:
         self.device = Device(setup.device, CopyFaults(faults) if faults is not None else None)
         model, hf_config = _meta(setup)
         setup.prepare(model)
-        self.units = find_units(
-            model, experts_apart=setup.moe.experts_apart, no_decay=setup.optimizer.no_decay or ()
-        )
+        self.units = units_of_run(model, setup.moe, setup.optimizer)
         tiers = TiersConfig(
             gpu=ByteSize(1 << 40) if setup.gpu_all else None if setup.gpu is None else ByteSize(setup.gpu),
             dram=None if setup.dram is None else ByteSize(setup.dram),
