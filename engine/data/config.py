@@ -64,7 +64,7 @@ class DataConfig:
 
     packing: Literal["auto", "stream", "whole", "none"] = "auto"
     """stream: samples end to end, cut into rows. whole: samples share rows, and none lies on two. none: each
-    begins a row. auto: stream for plain text, whole if any sample has parts that are not trained on."""
+    begins a row. auto: stream where all samples are plain texts, else whole."""
 
     too_long: Literal["cut", "drop", "error", "split"] = "cut"
     """What becomes of samples that are longer than a row, with packing whole or none. split, with none: they

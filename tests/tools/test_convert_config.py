@@ -195,6 +195,13 @@ def test_arguments_fill_in_what_is_auto() -> None:
     assert "left out: odd." in text
 
 
+def test_a_chunk_is_no_larger_than_its_step() -> None:
+    text = written({"train_batch_size": 4}, {"per_device_train_batch_size": 8})
+    train = loaded(text).train
+    assert (train.rows_per_step, train.rows_per_chunk) == (4, None)
+    assert "8 rows are more than a step of 4 has" in text
+
+
 def test_loggers() -> None:
     config = loaded(
         written({"wandb": {"enabled": True, "project": "p"}}, {"report_to": "tensorboard", "run_name": "n"})

@@ -68,5 +68,6 @@ def convert(config: Source, arguments: Source | None, gpus: int = 1) -> str:
     if arguments is not None:
         training_arguments.convert(arguments, made, gpus)
     deepspeed.leave_open(config, made)
+    made.check_chunks()
     names = [config.name] if arguments is None else [config.name, arguments.name]
     return made.render(names)
