@@ -61,9 +61,13 @@ def _memory_and_routers(history: History) -> Iterator[Picture]:
     peaks = {name: history.bands[f"{name}_peak_bytes"] for name in ("host", "gpu")}
     if peaks := _present(peaks):
         yield _picture("peak memory", history, lambda axes: _peaks(axes, history, peaks))
-    losses = {name: history.bands.get(f"router_{name}_loss") for name in ("aux", "z")}
-    if routers := _present({name: band for name, band in losses.items() if band is not None}):
-        yield _picture("router losses", history, lambda axes: _lines(axes, history, routers, "router loss"))
+    named = {"aux": "router_aux_loss", "z of routers": "router_z_loss", "z": "z_loss"}
+    losses = {name: history.bands[key] for name, key in named.items() if key in history.bands}
+    if losses := _present(losses):
+        yield _picture("auxiliary losses", history, lambda axes: _lines(axes, history, losses, "loss"))
+    if "experts.with_tokens" in history.bands:
+        share = 100 * history.ratio("experts.with_tokens", "experts.experts")
+        yield _picture("experts with tokens", history, lambda axes: _share(axes, history, share))
 
 
 def _picture(title: str, history: History, draw: Any) -> Picture:
@@ -178,6 +182,12 @@ def _peaks(axes: Axes, history: History, peaks: Mapping[str, Band]) -> None:
         axes.plot(history.steps, band.high / 2**30, label=name, marker="o" if len(history.steps) == 1 else "")
     axes.set_ylabel("GiB")
     _from_zero(axes)
+
+
+def _share(axes: Axes, history: History, share: Array) -> None:
+    axes.plot(history.steps, share, marker="o" if len(history.steps) == 1 else "")
+    axes.set_ylabel("% of the experts")
+    axes.set_ylim(0, 105)
 
 
 def _from_zero(axes: Axes) -> None:

@@ -14,6 +14,7 @@ from support.html_page import Page
 from support.runs import make_run, train
 from support.steps import record
 
+from tierstream.engine.expert_use import CacheCounts, ExpertStep
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import StepMetrics, read_metrics
 from tierstream.tools import cli
@@ -101,6 +102,15 @@ def test_a_run_without_any_number(tmp_path: Path) -> None:
     nothing = {"loss": math.nan, "grad_norm": math.nan, "skipped": True, "stall_s": {}, "clip_factor": 1.0}
     page = page_of(write_run(tmp_path / "run", [record(step, **nothing) for step in range(1, 4)]))
     assert ["least loss, nats", "nan"] in page.rows
+
+
+def test_experts_and_losses_of_routers_are_drawn(tmp_path: Path) -> None:
+    experts = ExpertStep(6, 8, CacheCounts(3, 1, 0, 0, 4096), 1024)
+    dense = write_run(tmp_path / "dense", [record(step) for step in range(1, 4)])
+    sparse = write_run(
+        tmp_path / "sparse", [record(step, experts=experts, router_aux_loss=1.5) for step in range(1, 4)]
+    )
+    assert len(page_of(sparse).images) == len(page_of(dense).images) + 2
 
 
 def test_evaluations_and_samples_are_shown(tmp_path: Path) -> None:
