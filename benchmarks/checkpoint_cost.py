@@ -1,9 +1,9 @@
 """What a checkpoint costs the training beside which it is written: cycles of steps with one and without one,
 in turn.
 
-    python benchmarks/checkpoint_cost.py [--device cuda] [--shape qwen2.5-1.5b] [--layers 4] [--rows 8]
-        [--seq-len 1024] [--cycle 4] [--rounds 6] [--copy-memory SIZE] [--nvme-dir DIR --dram 8GiB]
-        [--run-dir DIR]
+    python benchmarks/checkpoint_cost.py [--device cuda] [--shape qwen2.5-1.5b --layers 4 | --config FILE]
+        [--rows 8] [--seq-len 1024] [--cycle 4] [--rounds 6] [--copy-memory SIZE]
+        [--nvme-dir DIR --dram 8GiB] [--run-dir DIR]
 
 A cycle begins with a checkpoint or without; its wall-clock time takes in what is done between steps: with a
 checkpoint the update, which else hides in the next forward. Ends with one line of JSON.
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="qwen2.5-1.5b")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--config", type=Path, help="config.json of another architecture")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--cycle", type=int, default=4)
@@ -96,7 +97,8 @@ def main() -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(dir=args.run_dir))
         dirs = [stack.enter_context(ScratchFolder(args.nvme_dir)).path] if args.nvme_dir else None
-        Path(folder, "config.json").write_text(json.dumps(architecture(args.shape, args.layers)))
+        shape = json.dumps(architecture(args.shape, args.layers)) if args.config is None else None
+        Path(folder, "config.json").write_text(shape or args.config.read_text())
         words = random.Random(0).choices(["tier", "page", "plane", "unit", "step", "lane"], k=200_000)
         Path(folder, "corpus.txt").write_text(" ".join(words))
         config = RunConfig(
