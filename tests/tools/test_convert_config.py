@@ -200,6 +200,8 @@ def test_a_chunk_is_no_larger_than_its_step() -> None:
     train = loaded(text).train
     assert (train.rows_per_step, train.rows_per_chunk) == (4, None)
     assert "8 rows are more than a step of 4 has" in text
+    text = written({"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": "auto"})
+    assert loaded(text).train.rows_per_chunk is None
 
 
 def test_loggers() -> None:

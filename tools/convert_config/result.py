@@ -53,10 +53,10 @@ class Conversion:
 
     def check_chunks(self) -> None:
         """Leave out a chunk that is larger than its step: the two can come from different sources."""
-        step, chunk = (
-            self.settings.get(f"train.rows_per_{part}", (None, ""))[0] for part in ("step", "chunk")
-        )
-        if step is not None and chunk is not None and chunk > step:
+        default = leaves(RunConfig)["train.rows_per_step"].default
+        step, _ = self.settings.get("train.rows_per_step", (default, ""))
+        chunk, _ = self.settings.get("train.rows_per_chunk", (0, ""))
+        if chunk > step:
             del self.settings["train.rows_per_chunk"]
             self.open["train.rows_per_chunk"] = f"{chunk} rows are more than a step of {step} has"
 
