@@ -31,6 +31,9 @@ from tierstream.engine.mxfp4 import Mxfp4Stack, find_stacks
 from tierstream.engine.safetensors_dir import CheckpointDir
 from tierstream.io.errors import ModelSourceError
 
+#: Elements that are handed on in fp32 at once.
+SLICE_ELEMENTS = 1 << 20
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -72,8 +75,10 @@ class Conversion:
             made = _convert(self.converter, self.model, self.first_target, tensors, self.sources)
             del tensors
             for name in list(made):
-                start = row * prod(self.targets[name][1:]) if self.stacked else 0
-                yield name, start, made.pop(name).float().contiguous().numpy().reshape(-1)
+                first = row * prod(self.targets[name][1:]) if self.stacked else 0
+                values = made.pop(name).contiguous().view(-1)
+                for start in range(0, values.numel(), SLICE_ELEMENTS):
+                    yield name, first + start, values[start : start + SLICE_ELEMENTS].float().numpy()
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from tierstream.tiered.layout import TensorSpec, Unit
 from tierstream.tiered.snapshot import Snapshot
 
 #: Host memory that an export may take for its buffers.
-EXPORT_BUFFER_BYTES = 64 << 20
+EXPORT_BUFFER_BYTES = 16 << 20
 
 #: `read(unit name, first element, out)` fills `out`: uint16 asks for the bits of bf16 weights, float32 for
 #: the fp32 masters (of a unit in fp32 these are its weights).

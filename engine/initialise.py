@@ -1,7 +1,7 @@
 """Seeded random weights for a new model, drawn by the family's own rules, by threads.
 
-A stack of experts is drawn expert by expert. The host memory that this takes is `DRAWN_BYTES`, or that of the
-largest tensor if that is larger.
+A stack of experts is drawn expert by expert. The host memory that this takes is that of the largest unit in
+fp32, or `DRAWN_BYTES` if that is less and no single tensor takes more.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from copy import copy
 from typing import Any
@@ -26,8 +26,9 @@ from tierstream.engine.units import tensors_by_part
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit
 
-#: Tensors that are drawn at the same time have together at most as many bytes, or there is but one of them.
-#: Many threads find enough to do in it, also where all tensors are small.
+#: Tensors that are drawn at the same time have together at most as many bytes and at most as many elements as
+#: the largest unit, or there is but one of them. Many threads find enough to do in it, also where all tensors
+#: are small.
 DRAWN_BYTES = 256 << 20
 
 #: `write(unit name, first element, fp32 values)`; the values are valid during the call only.
@@ -35,7 +36,13 @@ WriteRange = Callable[[str, int, NDArray[np.float32]], None]
 
 
 def init_weights(
-    model: Any, units: Iterable[Unit], seed: int, write: WriteRange, *, threads: int | None = None
+    model: Any,
+    units: Iterable[Unit],
+    seed: int,
+    write: WriteRange,
+    *,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> None:
     """Draw every tensor of `units` in fp32 and hand it to `write`.
 
@@ -45,19 +52,23 @@ def init_weights(
     are computed with. A stack of experts is drawn in parts, each as a stack of one, from
     `(seed, "name[part]")`. Tied parameters are drawn once. `model` is not changed.
 
-    Besides what `write` takes, `max(DRAWN_BYTES, bytes of the largest tensor in fp32)` of host memory are in
-    use.
+    Besides what `write` takes, the host memory that the largest unit takes in fp32 is in use, or
+    `DRAWN_BYTES` if that is less and no tensor takes more.
 
     Args:
         write: called by several threads at once, for each tensor or part once, in about the order of `units`.
         threads: that draw; by default as many as torch computes with.
+        progress: called with the bytes of fp32 values written so far, and of all.
 
     Raises:
         ModelSourceError: the family's rules leave a tensor without a finite value.
     """
     threads = threads or torch.get_num_threads()
+    units = list(units)
     tensors = [(unit.name, spec) for unit, spec in tensors_by_part(model, units)]
-    numel_max = max([DRAWN_BYTES // 4, *(spec.numel for _, spec in tensors)])
+    allowed = min(DRAWN_BYTES // 4, max((unit.numel for unit in units), default=0))
+    numel_max = max([allowed, *(spec.numel for _, spec in tensors)])
+    done, total = 0, 4 * sum(spec.numel for _, spec in tensors)
 
     @torch.no_grad()  # holds for one thread only
     def draw(unit: str, spec: TensorSpec) -> None:
@@ -70,7 +81,6 @@ def init_weights(
             )
         write(unit, spec.offset, values)
 
-    running: dict[Future[None], int] = {}
     with (
         # The generator of the CPU alone is used; fork_rng is told to skip those of CUDA.
         torch.random.fork_rng(devices=[]),
@@ -81,19 +91,35 @@ def init_weights(
         _DrawFrom(torch.default_generator),
         ThreadPoolExecutor(threads, "tierstream-init") as pool,
     ):
-        for unit, spec in tensors:
-            while len(running) == threads or (running and sum(running.values()) + spec.numel > numel_max):
-                _collect(running)
-            running[pool.submit(draw, unit, spec)] = spec.numel
-        while running:
-            _collect(running)
+        for numel in _drawn(pool, draw, tensors, threads, numel_max):
+            done += 4 * numel
+            progress(done, total)
 
 
-def _collect(running: dict[Future[None], int]) -> None:
-    """Wait for one of them, and forget those that have ended; an error is raised."""
+def _drawn(
+    pool: ThreadPoolExecutor,
+    draw: Callable[[str, TensorSpec], None],
+    tensors: Iterable[tuple[str, TensorSpec]],
+    threads: int,
+    numel_max: int,
+) -> Iterator[int]:
+    """Draw them, as many at a time as are allowed; yields the elements of those that have ended."""
+    running: dict[Future[None], int] = {}
+    for unit, spec in tensors:
+        while len(running) == threads or (running and sum(running.values()) + spec.numel > numel_max):
+            yield _collect(running)
+        running[pool.submit(draw, unit, spec)] = spec.numel
+    while running:
+        yield _collect(running)
+
+
+def _collect(running: dict[Future[None], int]) -> int:
+    """Wait for one of them, and forget those that have ended; returns their elements. An error is raised."""
+    ended = 0
     for future in wait(running, return_when=FIRST_COMPLETED).done:
-        del running[future]
+        ended += running.pop(future)
         future.result()
+    return ended
 
 
 def _draw(model: Any, spec: TensorSpec, seed: int) -> NDArray[np.float32]:

@@ -27,7 +27,7 @@ from tierstream.io.errors import InvariantError, ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit
 
 #: Host memory that loading may take for its buffers.
-LOAD_BUFFER_BYTES = 64 << 20
+LOAD_BUFFER_BYTES = 16 << 20
 #: Elements per slice when two stored copies of a tensor are compared.
 COMPARE_ELEMENTS = 1 << 20
 

@@ -15,6 +15,9 @@ from tierstream import _native
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.store import Store
 
+#: Elements that are rounded and split at once: a few MB of buffers, whatever the size of a tensor.
+BLOCK_ELEMENTS = 1 << 20
+
 
 @dataclass(frozen=True)
 class PlaneWriter:
@@ -26,6 +29,10 @@ class PlaneWriter:
     def __call__(self, unit: str, start_element: int, values: NDArray[np.float32]) -> None:
         """Elements `[start_element, start_element + len(values))` of `unit`."""
         values = np.ascontiguousarray(values, np.float32).reshape(-1)
+        for start in range(0, values.size, BLOCK_ELEMENTS):
+            self._write(unit, start_element + start, values[start : start + BLOCK_ELEMENTS])
+
+    def _write(self, unit: str, start_element: int, values: NDArray[np.float32]) -> None:
         if (unit, "master_low") in self.layout.planes:
             weight, low = np.empty(values.size, np.uint16), np.empty(values.size, np.uint16)
             _native.split_master(values, weight, low)

@@ -294,6 +294,16 @@ def test_one_tensor_is_in_memory_with_one_thread(tmp_path: Path, monkeypatch: py
     assert len(calls) > len(written)
 
 
+def test_progress_counts_to_the_end(tmp_path: Path) -> None:
+    model = meta_model(tmp_path, tiny_hf_config())
+    told: list[tuple[int, int]] = []
+    drawn(model, two_units(model), progress=lambda *now: told.append(now))
+    nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert told == sorted(told)
+    assert {total for _, total in told} == {nbytes}
+    assert told[-1][0] == nbytes
+
+
 @pytest.mark.parametrize("floor", [0, 100_000, initialise.DRAWN_BYTES])
 def test_memory_of_threads_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floor: int) -> None:
     """By that of the largest tensor, or by what is allowed anyway."""

@@ -65,6 +65,35 @@ def test_stored_precision_reaches_the_master(tmp_path: Path, dtype: torch.dtype)
     assert all(tensor.dtype == torch.float32 for tensor in flat.tensors().values())
 
 
+def test_types_may_be_mixed(tmp_path: Path) -> None:
+    """Norms in fp32, matrices in fp16, a bias in fp64; all bits reach the masters."""
+    save_model(tmp_path, family="qwen2", dtype=torch.float32)
+
+    def mix(tensors: dict[str, torch.Tensor]) -> None:
+        for name, value in tensors.items():
+            if name.endswith("k_proj.bias"):
+                tensors[name] = value.double()
+            elif value.dim() > 1:
+                tensors[name] = value.to(torch.float16 if "mlp" in name else torch.bfloat16)
+
+    rewrite(tmp_path / "model.safetensors", mix)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert len({value.dtype for value in tensors.values()}) == 4
+    for dtype in ("bfloat16", "float32"):
+        assert different(loaded(tmp_path, dtype).tensors(), tensors) == []
+
+
+def test_progress_counts_to_the_end(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3_moe")
+    model, plan = plan_of(tmp_path)
+    told: list[tuple[int, int]] = []
+    units = find_units(model).in_forward_order
+    load_weights(plan, units, Flat(units).write, progress=lambda *now: told.append(now))
+    assert told == sorted(told)
+    assert {total for _, total in told} == {plan.nbytes}
+    assert told[-1][0] == plan.nbytes
+
+
 @pytest.mark.parametrize("buffer_bytes", [1, 64, 1000, 1 << 20])
 def test_slices_are_bounded_and_cover_everything(tmp_path: Path, buffer_bytes: int) -> None:
     model = save_model(tmp_path, num_hidden_layers=1, intermediate_size=8, vocab_size=20)
