@@ -94,8 +94,9 @@ class StreamedExperts:
 
     @property
     def tokens(self) -> dict[int, int]:
-        """Expert -> its tokens (with each of their choices), of those that have any."""
-        assert self.routing is not None
+        """Expert -> its tokens (with each of their choices), of those that have any in the latest forward."""
+        if self.routing is None:
+            return {}
         return {expert: last - first for expert, (first, last) in self.routing.spans.items()}
 
     @property

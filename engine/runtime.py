@@ -320,7 +320,9 @@ class Runtime:
         plan = self.uploader.plan(self._uploads[: self._sweep.forward_uses], stale=self._device_is_stale)
         self._device_is_stale = False
         self._bias_update.begin_step(padding)
-        pages = self._schedules.forward(plan)
+        latest = zip(filter(None, self.units.experts), self._sweep.expert_tokens(), strict=True)
+        wanted = {own[expert].name for own, tokens in latest for expert in tokens}
+        pages = self._schedules.forward(plan, wanted)
         self.store.begin_step(pages, pages)
         return plan
 

@@ -77,15 +77,15 @@ class Schedules:
                     made += self._gradient(unit)
         return made + self._gradient(self._units.embed)
 
-    def forward(self, plan: StepPlan) -> list[Page]:
-        """A pass forward; all are read."""
+    def forward(self, plan: StepPlan, wanted: Collection[str]) -> list[Page]:
+        """A pass forward; all are read. `wanted`: experts that are expected to have tokens."""
         pages: list[Page] = []
         uses = self._uses[: len(plan.uploads)]
         for index, (use, next_use) in enumerate(zip_longest(uses, uses[1:])):
             pages += plan.pages(self._layout, index)
             if use.layer is not None and not _goes_on(use, next_use):
-                experts = self._units.experts[use.layer]
-                pages += [page for expert in experts for page, _ in self._expert(expert)]
+                experts = [expert.name for expert in self._units.experts[use.layer] if expert.name in wanted]
+                pages += [page for name in experts for page in self._layout.pages(name, "weight")]
         return pages
 
     def _expert(self, expert: Unit) -> list[tuple[Page, Intent]]:

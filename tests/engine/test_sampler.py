@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import final_planes, make_run, records, train
+from support.rig import tiny_config
+from support.runs import VOCABULARY, final_planes, make_run, records, train
 
 from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import PlanReport, Sample
 from tierstream.engine.sample_config import SampleConfig
+from tierstream.engine.sampler import Prompts
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import ConfigError
 from tierstream.tools.live import ConsoleCallback
@@ -95,6 +97,24 @@ def test_a_prompt_in_the_chat_template_is_another(tmp_path: Path) -> None:
         found.append(texts(config))
     assert [prompt for _, prompt, _, _ in found[0]] == [prompt for _, prompt, _, _ in found[1]]
     assert found[0] != found[1]
+
+
+def test_conversations_have_the_template_by_themselves(tmp_path: Path) -> None:
+    config = sampled(tmp_path, steps=1, at_end=True)
+    train(config)
+    hf_config, directory = tiny_config("qwen3", vocab_size=VOCABULARY), Path(config.run_dir) / "data"
+
+    def ids(chat: bool | None, *formats: str) -> list[list[int]]:
+        config.sample.chat = chat
+        return Prompts(config, directory, set(formats), hf_config).ids
+
+    plain = ids(None, "auto", "messages")
+    config.data.chat_template = str(tmp_path / "template.jinja")
+    Path(config.data.chat_template).write_text(TEMPLATE)
+    chat = ids(True, "auto", "text")
+    assert chat != plain
+    assert ids(None, "auto", "text", "messages") == ids(None, "sharegpt") == chat
+    assert ids(None, "auto", "text", "prompt") == ids(False, "messages") == plain
 
 
 @pytest.mark.parametrize(
