@@ -80,9 +80,8 @@ class Store:
         if policy not in POLICIES:
             raise ConfigError(f"unknown cache policy {policy!r}: choose one of {', '.join(POLICIES)}")
         self.layout = layout
-        pool: FramePool = (HomePool if directory is None else UniformPool)(
-            layout, dram_bytes, register, unregister
-        )
+        make_pool = HomePool if directory is None else UniformPool
+        pool: FramePool = make_pool(layout, dram_bytes, register, unregister)
         self.stats = StoreStats(frame_count=pool.count)
         self._arena = pool.arena
         self.pinned, self.pageable_reason = pool.arena.pinned, pool.arena.pageable_reason
@@ -154,10 +153,9 @@ class Store:
                     raise InvariantError(f"{wanted.page} is durable and cannot be consumed")
             try:
                 self._cache.submit(lease)
-            except BudgetError:
-                raise
             except BaseException as bug:
-                self._fail(bug)
+                if not isinstance(bug, BudgetError):
+                    self._fail(bug)
                 raise
             ready = lease.granted and not lease.unfilled
             if not ready:
@@ -241,9 +239,8 @@ class Store:
             start, end = self.layout.page_span(page)
             item = self.layout.spec(unit, plane).item_bytes
             whole = inside.stop - inside.start == (end - start) * item
-            with self.acquire(
-                [(page, Intent.OVERWRITE if whole else Intent.UPDATE)], scheduled=False
-            ) as lease:
+            intent = Intent.OVERWRITE if whole else Intent.UPDATE
+            with self.acquire([(page, intent)], scheduled=False) as lease:
                 lease.arrays[0][inside] = source[outside]
 
     def read_range(self, unit: str, plane: str, start_element: int, out: NDArray[Any]) -> None:
@@ -301,9 +298,7 @@ class Store:
             if self._closed:
                 return
             self._closed = True
-            self._cache.fail(
-                self._error or InvariantError("the store was closed while a request was waiting")
-            )
+            self._cache.fail(self._error or InvariantError("the store was closed while a request waited"))
             self._notify()
         self._transfers.put(None)
         if self._thread is not None:
@@ -338,7 +333,12 @@ class Store:
         begun = time.perf_counter()
         granted_at: float | None = None
         while True:
-            event.wait()
+            try:
+                event.wait()
+            except BaseException:  # a KeyboardInterrupt: nobody will give the lease back
+                with self._lock:
+                    self._fail(InvariantError("a wait for pages was interrupted, and its lease is lost"))
+                raise
             with self._lock:
                 event.clear()
                 if lease.error is not None:

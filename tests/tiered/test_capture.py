@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -217,6 +218,26 @@ def test_an_error_of_the_store_ends_the_capture(tmp_path: Path) -> None:
         with pytest.raises(KeyError):
             update.result(10)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_wait_ends_the_store_and_the_capture_with_it() -> None:
+    """Ctrl-C, where it is not handled: the lease that somebody waited for will never be given back."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with store_of(None, 0) as store:
+            set_all(store, 0)
+            with store.capture() as capture:
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                with pytest.raises(KeyboardInterrupt):
+                    change(store, PAGES[:2], 1, Intent.UPDATE)
+                with pytest.raises(InvariantError, match="its lease is lost"):
+                    capture.take()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("copies", [0, 4])
