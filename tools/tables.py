@@ -102,6 +102,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         console.print(f"Stopped early: {summary.stopped}")
     if summary.best_loss is not None:
         console.print(f"best evaluation: loss {summary.best_loss:.4f} after step {summary.best_step}")
+    if summary.failed_checkpoints:
+        console.print(f"{summary.failed_checkpoints} checkpoints could not be written")
     if summary.checkpoint is not None:
         console.print(f"checkpoint {summary.checkpoint}", soft_wrap=True)
 

@@ -172,11 +172,14 @@ def test_a_traced_run_says_what_the_device_waited_for() -> None:
 
 
 def test_a_run_that_stopped_says_why() -> None:
-    summary = RunSummary(stopped="5 steps in a row had a gradient that is not finite")
+    summary = RunSummary(
+        stopped="5 steps in a row had a gradient that is not finite", failed_checkpoints=2
+    )
     summary.add(record(1, loss=math.nan, stall_s={}))
     text = printed(print_summary, summary)
     assert "Stopped early: 5 steps in a row had a gradient that is not finite" in text
     assert "loss nan" in text
+    assert "2 checkpoints could not be written" in text
 
 
 def test_nothing_is_wider_than_80_columns() -> None:
