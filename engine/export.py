@@ -9,7 +9,7 @@ The directory is complete or not there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -104,30 +104,36 @@ def export_model(
     tensors += carried
     shards = plan_shards(tensors, source.checkpoint if source else None, max_shard_bytes)
     nbytes = sum(tensor.meta.nbytes for tensor in tensors)
-    temporary = out_dir.with_name(out_dir.name + ".tmp")
-    durable.make_directories(out_dir.absolute().parent)
-    durable.remove_tree(temporary)
-    drives.check_directory(out_dir.absolute().parent, nbytes)
-    try:
-        durable.make_directories(temporary)
-        write_shards(shards, _Values(read, model, dtype, buffer_bytes).slices, temporary, progress)
-        source_dir = source.checkpoint.path if source else None
+    with _new_directory(out_dir, nbytes) as directory:
+        write_shards(shards, _Values(read, model, dtype, buffer_bytes).slices, directory, progress)
         write_descriptions(
             model,
             dtype,
-            temporary,
+            directory,
             name=out_dir.name,
             tokenizer_dir=tokenizer_dir,
-            source_dir=source_dir,
+            source_dir=source.checkpoint.path if source else None,
             new_ids=new_ids,
             facts=facts,
         )
-        durable.publish_directory(temporary, out_dir)
+    return ExportInfo(out_dir, len(shards), len(tensors), len(carried), nbytes)
+
+
+@contextmanager
+def _new_directory(path: Path, nbytes: int) -> Iterator[Path]:
+    """One beside `path`, with space for `nbytes`; it is called `path` in the end, or removed."""
+    temporary = path.with_name(path.name + ".tmp")
+    durable.make_directories(path.absolute().parent)
+    durable.remove_tree(temporary)
+    drives.check_directory(path.absolute().parent, nbytes)
+    try:
+        durable.make_directories(temporary)
+        yield temporary
+        durable.publish_directory(temporary, path)
     except BaseException:
         with suppress(TierstreamError):
             durable.remove_tree(temporary)
         raise
-    return ExportInfo(out_dir, len(shards), len(tensors), len(carried), nbytes)
 
 
 def snapshot_reader(snapshot: Snapshot) -> ReadRange:
