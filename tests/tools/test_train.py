@@ -98,6 +98,13 @@ OPTIONS = """\
 --eval.rows-per-step INT|null null
 --eval.patience INT|null null
 --eval.min-delta FLOAT 0.0
+--sample.prompts TEXT ...|null null
+--sample.every-steps INT|null null
+--sample.at-end {true,false} true
+--sample.max-tokens INT 64
+--sample.temperature FLOAT 0.0
+--sample.top-p FLOAT 1.0
+--sample.chat {true,false}|null null
 --checkpoint.every-steps INT|null null
 --checkpoint.every-minutes FLOAT|null null
 --checkpoint.keep INT 2
