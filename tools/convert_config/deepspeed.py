@@ -196,7 +196,10 @@ def _schedule(source: Source, made: Conversion, with_arguments: bool) -> None:
         made.set("train.steps", steps, f"{params}total_num_steps")
     if kind == "WarmupCosineLR":
         lowest = source.take(f"{params}cos_min_ratio", float)
-        made.set("optimizer.min_lr_ratio", 1e-4 if lowest is None else lowest, f"{params}cos_min_ratio")
+        if lowest is not None:
+            made.set("optimizer.min_lr_ratio", lowest, f"{params}cos_min_ratio")
+        elif f"{params}cos_min_ratio" not in source.settings:
+            made.set("optimizer.min_lr_ratio", 1e-4, "DeepSpeed's default of cos_min_ratio")
         begin = source.take(f"{params}warmup_min_ratio", float)
     else:
         if kind == "WarmupDecayLR":
