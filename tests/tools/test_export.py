@@ -57,7 +57,7 @@ class FinishedRun:
         architecture = json.loads((self.source / "config.json").read_text())
         settings = {
             "run_dir": str(self.path), "model": {"path": str(self.source)}, "data": {"files": ["text"]},
-            "moe": {}, "architecture": architecture,
+            "moe": {}, "optimizer": {}, "architecture": architecture,
         }  # fmt: skip
         return {
             "run_id": "r", "step": 2, "applied_updates": 1, "skipped_total": 1, "skipped_in_a_row": 0,
