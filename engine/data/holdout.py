@@ -16,8 +16,8 @@ from tierstream.io.errors import DataError
 def hold_out(
     stores: Sequence[TokenStore], share: float, seed: int
 ) -> tuple[list[TokenStore], list[TokenStore]]:
-    """Each store in two: what is trained on, and what is not. A store keeps at least one sample to train on;
-    one of which nothing is held out is in the first list alone.
+    """Each store in two: what is trained on, and what is not. A store keeps at least one sample to train on,
+    and so may have none that is held out.
 
     Raises:
         DataError: nothing is held out at all.
@@ -25,18 +25,15 @@ def hold_out(
     trained_on: list[TokenStore] = []
     held: list[TokenStore] = []
     for entry, store in enumerate(stores):
-        count = min(round(share * store.documents), store.documents - 1)
-        if count < 1:
-            trained_on.append(store)
-            continue
+        count = max(0, min(round(share * store.documents), store.documents - 1))
         order = draw_order(seed, 0, store.documents, stream=HELD_OUT, entry=entry)
         held.append(_Part(store, np.sort(order[:count])))
-        trained_on.append(_Part(store, np.sort(order[count:])))
-    if not held:
+        trained_on.append(_Part(store, np.sort(order[count:])) if count else store)
+    if not any(part.documents for part in held):
         samples = sum(store.documents for store in stores)
         raise DataError(
-            f"eval.share is {share}, and of {samples} samples in data.files that leaves none to evaluate on (a "
-            "plain text file is one sample); raise it, or name eval.files"
+            f"eval.share is {share}, and of {samples} samples in data.files that leaves none to evaluate on "
+            "(a plain text file is one sample); raise it, or name eval.files"
         )
     return trained_on, held
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from support.token_stores import store_of
 
+from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.holdout import hold_out
+from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.shards import TokenStore
 from tierstream.io.errors import DataError
 
@@ -55,6 +57,10 @@ def test_a_store_of_one_sample_is_trained_on() -> None:
     one = store_of([[1, 2, 3]])
     trained_on, held = hold_out([one, *stores()], 0.9, seed=0)
     assert trained_on[0] is one
-    assert [store.documents for store in (*trained_on[1:], *held)] == [1, 1, 9, 9]
+    assert [store.documents for store in (*trained_on[1:], *held)] == [1, 1, 0, 9, 9]
+    data = DataConfig(files=["one", "two", "three"], seq_len=8)
+    rows = Rows(held, data, rows_per_step=2, seed=0)
+    assert rows.describe()[-3] == "one: 0.0% of the tokens, weight 1"
+    assert {entry for step in range(rows.total_steps(1)) for entry, _ in rows.samples(step)} == {1, 2}
     with pytest.raises(DataError, match=r"eval\.share is 0\.9, and of 1 samples .* one sample\); raise it"):
         hold_out([one], 0.9, seed=0)
