@@ -136,6 +136,20 @@ def test_further_heads_are_carried_untouched(tmp_path: Path, family: str) -> Non
     assert stored(tmp_path / "without").keys() == tensors.keys() - extra.keys()
 
 
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_keys_of_layers_that_take_those_of_others_are_carried(tmp_path: Path, family: str) -> None:
+    """Published checkpoints hold them, and no layer computes with them."""
+    source, key = tmp_path / "source", "model.layers.4.self_attn.k_proj.weight"
+    save_family(source, family)
+    rewrite(source / "model.safetensors", lambda tensors: tensors.update({key: torch.ones(16, 40)}))
+    loaded = Loaded(source)
+    assert loaded.plan.unused == (key,)
+    loaded.export(tmp_path / "out", source=loaded.plan)
+    assert files(tmp_path / "out") == files(source)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert different(dict(back.named_parameters()), loaded.tensors(torch.bfloat16)) == []
+
+
 def test_further_heads_in_fp8_are_carried_dequantised(tmp_path: Path) -> None:
     source, name = tmp_path / "source", "model.layers.61.eh_proj.weight"
     save_family(source, "deepseek_v3")
