@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.crash import Crash, CrashingSyscalls
+from support.crash import SEEDS, Crash, CrashingSyscalls, crash_everywhere
 from support.faults import Call, FaultySyscalls, fail
 
 from tierstream.io import seam
@@ -26,7 +26,6 @@ from tierstream.io.errors import StorageError
 
 OLD, NEW = b"old content\n" * 500, b"new content\n" * 700
 MUTATING = ("open", "pwritev", "fsync", "close", "rename", "unlink", "rmdir", "mkdir")
-SEEDS = range(6)
 
 
 def steps(syscalls: FaultySyscalls, root: Path) -> list[tuple[str, str]]:
@@ -257,29 +256,6 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # A power cut at each call
-
-
-def crash_everywhere(
-    root: Path, prepare: Callable[[Path], object], act: Callable[[Path], object]
-) -> list[Path]:
-    """Directories as a restarted program finds them, one for each call at which the power went, times some
-    fates of the data that was not synced. `prepare` ran well before."""
-    found = []
-    for stop in range(1, 200):
-        finished = False
-        for seed in SEEDS:
-            place = root / f"{stop}-{seed}"
-            place.mkdir(parents=True)
-            prepare(place)
-            machine = CrashingSyscalls(stop)
-            with seam.injected(machine), suppress(Crash):
-                act(place)
-                finished = True
-            machine.lose_unsynced(seed, place)
-            found.append(place)
-        if finished:
-            return found
-    raise AssertionError("it never ended")
 
 
 def check_old_or_new(place: Path) -> None:

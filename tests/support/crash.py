@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from support.faults import Call, FaultySyscalls
@@ -29,6 +30,7 @@ from tierstream.io.seam import HostBytes
 
 #: Takes back a change of names in a directory, given the path that the directory has now.
 Undo = Callable[[Path], object]
+SEEDS = range(6)
 
 
 class Crash(BaseException):
@@ -77,7 +79,8 @@ class CrashingSyscalls(FaultySyscalls):
         self._names.pop(inode, None)
 
     def rename(self, source: str, target: str) -> None:
-        replaced = self._keep(target) if os.path.isfile(target) else None
+        link = os.readlink(target) if os.path.islink(target) else None
+        replaced = self._keep(target) if link is None and os.path.isfile(target) else None
         super().rename(source, target)
         old, new = os.path.basename(source), os.path.basename(target)
 
@@ -85,6 +88,8 @@ class CrashingSyscalls(FaultySyscalls):
             (directory / new).rename(directory / old)
             if replaced is not None:
                 shutil.copy(replaced, directory / new)
+            if link is not None:
+                (directory / new).symlink_to(link)
 
         self._changed(target, undo)
 
@@ -143,3 +148,26 @@ def _damage(path: Path, synced: bytes, rng: random.Random) -> None:
         path.write_bytes(written[: rng.randint(0, len(written))])
     elif outcome == "garbled":
         path.write_bytes(rng.randbytes(len(written)))
+
+
+def crash_everywhere(
+    root: Path, prepare: Callable[[Path], object], act: Callable[[Path], object]
+) -> list[Path]:
+    """Directories as a restarted program finds them, one for each call at which the power went, times some
+    fates of the data that was not synced. `prepare` ran well before."""
+    found = []
+    for stop in range(1, 200):
+        finished = False
+        for seed in SEEDS:
+            place = root / f"{stop}-{seed}"
+            place.mkdir(parents=True)
+            prepare(place)
+            machine = CrashingSyscalls(stop)
+            with seam.injected(machine), suppress(Crash):
+                act(place)
+                finished = True
+            machine.lose_unsynced(seed, place)
+            found.append(place)
+        if finished:
+            return found
+    raise AssertionError("it never ended")
