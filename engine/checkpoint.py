@@ -18,7 +18,7 @@ from typing import Any
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config_tree import differences
 from tierstream.io import durable
-from tierstream.io.errors import CheckpointError, ConfigError
+from tierstream.io.errors import CheckpointError, ConfigError, storage_errors
 from tierstream.tiered.capture import Capture
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.snapshot_writer import write_capture
@@ -154,15 +154,17 @@ def write(
 
 def rotate(directory: Path, newest: Path, keep: int) -> None:
     """Remove what is beyond `keep` of the checkpoints of a run up to `newest`, but never the best, and what a
-    crash left half-written.
+    crash left half-written. Raises StorageError.
     """
-    found, run_id = checkpoints(directory), _run_id(newest)
-    best = os.readlink(directory / _BEST) if (directory / _BEST).is_symlink() else None
+    with storage_errors("looking at", directory):
+        found, leftovers = checkpoints(directory), _entries(directory)
+        best = os.readlink(directory / _BEST) if (directory / _BEST).is_symlink() else None
+    run_id = _run_id(newest)
     last = next(step for step, path in found if path == newest)
     own = [path for step, path in found if step <= last and path.name != best and _run_id(path) == run_id]
     for old in own[:-keep]:
         durable.remove_tree(old)
-    for leftover in _entries(directory):
+    for leftover in leftovers:
         if leftover.suffix in (".tmp", ".removing") and not leftover.is_symlink():
             durable.remove_tree(leftover)
 
