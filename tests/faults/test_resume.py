@@ -22,6 +22,7 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import checkpoints
 from tierstream.engine.config import RunConfig
 from tierstream.io.errors import CheckpointError, ConfigError
+from tierstream.tiered.manifest import decode, encode
 from tierstream.tiered.snapshot import Snapshot
 
 STEPS = 8
@@ -85,8 +86,10 @@ def test_auto_takes_the_newest_complete_checkpoint_of_this_run(
     for step in (7, 8):
         (kept / f"step-{step:08d}" / "manifest.json").unlink()
     shutil.copytree(kept / "step-00000003", kept / "step-00009999")
-    manifest = kept / "step-00009999" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace((run_dir / "run_id").read_text().strip(), "0" * 32))
+    theirs = kept / "step-00009999" / "manifest.json"
+    manifest = decode(theirs.read_bytes(), str(theirs))
+    manifest.state["run_id"] = "0" * 32
+    theirs.write_bytes(encode(manifest))
     (kept / "step-00000012.tmp").mkdir()
     config.checkpoint.resume = "auto"
     train(config)
