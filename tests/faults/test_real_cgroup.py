@@ -1,5 +1,5 @@
-"""A run in a control group of the real kernel, whose limit stands on the group above it, with a state that
-does not fit: an automatic budget that is too large ends in SIGKILL.
+"""Runs in a control group of the real kernel, whose limit stands on the group above it, with a state that
+does not fit: what takes too much memory ends in SIGKILL.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from support.children import in_a_child
 from support.command import use_drive
 from support.runs import dump, final_planes, make_run, records, train_file
 
+from tierstream.engine.byte_size import ByteSize
 from tierstream.io.mounts import read_mounts
 
 MIB = 1 << 20
@@ -27,41 +29,54 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 20_000}
 ENTRY = "import sys; from support.runs import train_file; train_file(sys.argv[1])"
 
 
+@dataclass(frozen=True)
+class Group:
+    """An unlimited group in one that can be limited, for those who are born in it."""
+
+    parent: Path
+    v2: bool
+
+    @property
+    def path(self) -> Path:
+        return self.parent / "run"
+
+    def limit(self, nbytes: int) -> None:
+        (self.parent / ("memory.max" if self.v2 else "memory.limit_in_bytes")).write_text(str(nbytes))
+
+    def peak_bytes(self) -> int:
+        """The most that was charged to it."""
+        return int((self.path / ("memory.peak" if self.v2 else "memory.max_usage_in_bytes")).read_text())
+
+
 @pytest.fixture
-def group() -> Iterator[Path]:
-    """An unlimited group in a limited one."""
-    parent, limit = make_group()
+def group() -> Iterator[Group]:
+    made = make_group()
     try:
-        (parent / limit).write_text(str(LIMIT_BYTES))
-        (parent / "run").mkdir()
-        yield parent / "run"
+        made.path.mkdir()
+        yield made
     finally:
         with suppress(FileNotFoundError):
-            (parent / "run").rmdir()
-        parent.rmdir()
+            made.path.rmdir()
+        made.parent.rmdir()
 
 
-def make_group() -> tuple[Path, str]:
-    """A new group that counts memory, and the name of its limit; or a skip."""
+def make_group() -> Group:
+    """One that counts memory; or a skip."""
     for mount in read_mounts():
         top = Path(mount.point)
-        if mount.filesystem == "cgroup" and "memory" in mount.super_options:
-            limit = "memory.limit_in_bytes"
-        elif mount.filesystem == "cgroup2" and "memory" in (top / "cgroup.subtree_control").read_text():
-            limit = "memory.max"
-        else:
-            continue
-        with suppress(OSError):
-            (top / f"tierstream-test-{os.getpid()}").mkdir()
-            return top / f"tierstream-test-{os.getpid()}", limit
+        v2 = mount.filesystem == "cgroup2" and "memory" in (top / "cgroup.subtree_control").read_text()
+        if v2 or (mount.filesystem == "cgroup" and "memory" in mount.super_options):
+            with suppress(OSError):
+                (top / f"tierstream-test-{os.getpid()}").mkdir()
+                return Group(top / f"tierstream-test-{os.getpid()}", v2)
     pytest.skip("making a control group for memory is not permitted here")
 
 
-def run_in(group: Path, run_file: Path) -> None:
+def run_in(group: Group, run_file: Path) -> None:
     """A run in a process that is born in the group, which is charged for all of it; it must end well."""
-    command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", sys.executable, "-c", ENTRY]
+    join = f'echo $$ > {group.path}/cgroup.procs && exec "$@"'
     done = subprocess.run(
-        [*command, str(run_file)],
+        ["sh", "-c", join, "sh", sys.executable, "-c", ENTRY, str(run_file)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_WAIT_POLICY": "PASSIVE"},
@@ -70,7 +85,8 @@ def run_in(group: Path, run_file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_automatic_budget_keeps_below_the_limit_of_the_group_above(tmp_path: Path, group: Path) -> None:
+def test_the_automatic_budget_keeps_below_the_limit_of_the_group_above(tmp_path: Path, group: Group) -> None:
+    group.limit(LIMIT_BYTES)
     planes, peaks = [], []
     for name, run in (("limited", partial(run_in, group)), ("free", partial(in_a_child, train_file))):
         config = make_run(tmp_path / name, steps=2, **SHAPE)
@@ -86,3 +102,21 @@ def test_the_automatic_budget_keeps_below_the_limit_of_the_group_above(tmp_path:
     assert limited.keys() == free.keys()
     for key, values in limited.items():
         assert (values == free[key]).all(), key
+
+
+@pytest.mark.slow
+def test_a_resume_needs_no_more_memory_than_the_run_before_it(tmp_path: Path, group: Group) -> None:
+    """C59: the limit is what the run took from its start, and 5 %; the state does not fit beside that."""
+    config = make_run(tmp_path, steps=2, hidden_size=256, intermediate_size=8000)
+    use_drive(config, tmp_path / "state")
+    config.tiers.page, config.tiers.dram = None, ByteSize(64 * MIB)
+    config.optimizer.schedule = "constant"
+    run_in(group, dump(config, tmp_path / "run.yaml"))
+    (checkpoint,) = (Path(config.run_dir) / "checkpoints").iterdir()
+    state_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    assert state_bytes > 200 * MIB
+    group.limit(group.peak_bytes() * 105 // 100)
+    config.checkpoint.resume, config.train.steps = "auto", 3
+    run_in(group, dump(config, tmp_path / "run.yaml"))
+    first, second, resumed = (record["host_peak_bytes"] for record in records(config))
+    assert resumed <= second * 105 // 100, (first, second, resumed)
