@@ -151,6 +151,15 @@ class Head:
         return losses.sum(-1, dtype=torch.float64), grad_part
 
 
+def logits_nbytes(output: Any, tokens: int, z_coef: float) -> int:
+    """What a chunk of so many tokens takes at its peak, beside weights and sums: its logits and what is made
+    of them. `output`, `z_coef`: those of a `Head`.
+    """
+    values = (5 if z_coef else 3) * torch.float32.itemsize
+    per_logit = values if getattr(output, "loss_kernel", None) is None else output.weight.element_size()
+    return int(tokens * output.weight.shape[0] * per_logit)
+
+
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """`total += a @ b`; where the device has such a product, it is never rounded to the type of `a`."""
     if total.dtype == a.dtype:

@@ -298,6 +298,9 @@ class PlanReport:
     """Plane -> dtype: weight, master, moments, gradient sum."""
     tiers: tuple[TierPlan, ...]
     """From the fastest down."""
+    logits_bytes: int = 0
+    """Logits, their gradient and what lies between, of one chunk of tokens: beside the bytes of `gpu`, for a
+    part of each step."""
     bound_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each resource needs for one step: the largest is the bound. Empty: not measured."""
     drives: tuple[DrivePlan, ...] = ()

@@ -9,6 +9,7 @@ from tierstream.engine import assemble
 from tierstream.engine.bound import plan_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device import Device
+from tierstream.engine.head import logits_nbytes
 from tierstream.engine.machine import KnownDrive, machine_rates
 from tierstream.engine.machine_facts import describe_machine
 from tierstream.engine.metrics import DrivePlan, PlanReport, TierPlan
@@ -70,6 +71,7 @@ def describe_plan(
         last_step=last_step,
         dtypes=dtypes | {"gradient sum": "float32"},
         tiers=tuple(tiers),
+        logits_bytes=_logits_nbytes(config, plan, runtime),
         bound_s=bound.seconds,
         drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
         written_bytes_per_step=bound.nvme_written_bytes,
@@ -78,6 +80,13 @@ def describe_plan(
         machine=describe_machine() | {name: version(name) for name in ("transformers", "tierstream")},
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _logits_nbytes(config: RunConfig, plan: Plan, runtime: Runtime) -> int:
+    """Of a chunk of the loss."""
+    model = runtime.model
+    tokens = min(plan.tokens_per_step, config.train.loss_chunk(model.config.vocab_size))
+    return logits_nbytes(model.get_output_embeddings(), tokens, config.train.z_loss_coef)
 
 
 def _weights_nbytes(units: ModelUnits, layout: Layout, plan: Plan, *, rows: int) -> int:

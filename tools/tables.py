@@ -52,6 +52,8 @@ def print_plan(console: Console, plan: PlanReport) -> None:
         for tier in plan.tiers
     ]
     console.print(table("Plan", ("tier", "holds", "bytes", "of"), rows, text_columns=2))
+    if plan.logits_bytes:
+        console.print(f"the loss takes up to {format_bytes(plan.logits_bytes)} for logits, beside gpu above")
     for drive in plan.drives:
         console.print(_drive_line(drive), soft_wrap=True)
     if plan.written_bytes_per_step:

@@ -14,9 +14,10 @@ from support.loss_kernel import torch_cross_entropy_
 from support.rig import reference_model, tiny_config
 
 from tierstream.engine.binding import Binding
-from tierstream.engine.head import Head, LossKernel
+from tierstream.engine.head import IGNORED, Head, LossKernel, logits_nbytes
 from tierstream.engine.kernels import liger_cross_entropy_
 from tierstream.engine.units import find_units
+from tierstream.io.memory import current_rss_bytes, peak_rss_bytes, reset_peak_rss
 
 ROWS, SEQ_LEN, VOCABULARY, HIDDEN = 3, 50, 1003, 48
 #: What lies in the sums before; as large as a gradient, so that no bits are lost in it.
@@ -107,6 +108,44 @@ def test_sums_in_the_weights_type_are_added_to() -> None:
     check_close(found, expected, 2**-6)
 
 
+@pytest.mark.parametrize("z_coef", [0.0, 0.3])
+def test_logits_of_one_chunk_exist_at_once(z_coef: float) -> None:
+    """C17: a vocabulary of 250,000. The peak is what the plan counts for a chunk, whatever the length; the
+    first chunk has no trained token; loss and gradients are those of plain torch.
+    """
+    tokens, chunk = 96, 32
+    config = tiny_config("qwen2", vocab_size=250_000, layers=1)
+    model = reference_model(config, torch.float32)
+    norm, output, units = model.model.norm, model.lm_head, find_units(model)
+    head = Head(norm, output, Binding(model, [norm, output], units.head), chunk, z_coef)
+    parameters = dict(model.named_parameters())
+    used = [parameters[tensor.name] for tensor in units.head.tensors]
+    weights = [parameter.detach() for parameter in used]
+    gradients = [torch.zeros_like(weight) for weight in weights]
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, tokens, config.hidden_size, generator=generator)
+    labels = torch.randint(config.vocab_size, (1, tokens), generator=generator)
+    labels[:, :chunk] = IGNORED
+    with torch.no_grad():
+        head.loss_and_gradient(weights, hidden[:, :1], labels[:, -1:], 1, gradients)  # torch's own threads
+        for gradient in gradients:
+            gradient.zero_()
+        before = reset_peak_rss() and current_rss_bytes()
+        losses, grad = head.loss_and_gradient(weights, hidden, labels, tokens - chunk, gradients)
+        peak = peak_rss_bytes() - before
+    planned = logits_nbytes(output, chunk, z_coef)
+    if before:  # the matrix's gradient comes to it; logits of all tokens would be three times as much
+        assert 0.9 * planned < peak < 2 * planned, (peak, planned)
+    hidden.requires_grad_()
+    logits = output(norm(hidden[:, chunk:]))[0]
+    entropy = torch.nn.functional.cross_entropy(logits, labels[0, chunk:])
+    z_loss = logits.logsumexp(-1).square().mean()
+    expected = torch.autograd.grad(entropy + z_coef * z_loss, [hidden, *used])
+    assert losses[0].item() == pytest.approx(entropy.item(), rel=1e-6)
+    for found, right in zip((grad, *gradients), expected, strict=True):
+        assert (found - right).norm() <= 1e-6 * right.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("z_coef", [0.0, 0.3])
 @pytest.mark.parametrize("tied", [False, True])
@@ -146,5 +185,6 @@ def test_ligers_kernel_needs_the_logits_alone() -> None:
         with torch.no_grad():
             head.loss_and_gradient(weights, states, labels, tokens, gradients)
         per_logit.append((torch.cuda.max_memory_allocated() - before) / (tokens * vocabulary))
+        assert per_logit[-1] < logits_nbytes(output, 1, 0.0) / vocabulary + 1
     assert per_logit[1] < 2.5
     assert per_logit[0] < 13
