@@ -5,18 +5,27 @@ PyTorch.
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.rig import PlainTraining, Setup, rig, same_bits, tiny_config
+from support import chat_templates
+from support.command import told, use_drive
+from support.exports import stored
+from support.rig import PlainTraining, Setup, reference_model, rig, same_bits, tiny_config
+from support.runs import make_run, records, train
 from support.token_stores import UNTRAINED, store_of
 
 from tierstream.engine.batch import Batch
+from tierstream.engine.config import RunConfig
 from tierstream.engine.data.config import DataConfig
+from tierstream.engine.data.mixture import ROWS, draw_order
 from tierstream.engine.data.rows import Rows
+from tierstream.engine.data.tokenizer import load_tokenizer
+from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.optimizer import OptimizerConfig
 
 #: With so large an eps AdamW's first step is one of SGD, but for a factor: it does not blow rounding up.
@@ -155,3 +164,82 @@ def test_every_chunk_of_a_step_counts(tmp_path: Path) -> None:
         drive = tmp_path / str(number)
         drive.mkdir()
         check_against_plain(setup(rows_per_chunk=1, nvme=drive, dram=96 * 8192), [batch], [reference])
+
+
+# Whole runs: from a file of prompts and answers, a token for each letter, to the exported weights
+
+
+def whole_run(folder: Path, lengths: list[tuple[int, int]], **data: Any) -> tuple[RunConfig, list[list[int]]]:
+    """A run over one sample for each (letters of the prompt, trained tokens), its state on a drive with
+    little DRAM, one row at once; and the samples as documents.
+    """
+    config = make_run(folder)
+    setting = setup().config
+    reference_model(setting, torch.float32).save_pretrained(folder / "weights")
+    config.model = ModelConfig(path=str(folder / "weights"), dtype="float32")
+    config.optimizer = OPTIMIZER
+    tokenizer = load_tokenizer(chat_templates.byte_tokenizer(folder / "tokenizer"))
+    draw, lines, documents = np.random.default_rng(7), [], []
+    for prompt, trained_tokens in lengths:
+        text = "".join(draw.choice(list("abcdefgh"), prompt + trained_tokens - 1).tolist())
+        lines.append(json.dumps({"prompt": text[:prompt], "completion": text[prompt:]}) + "\n")
+        ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+        documents.append([token | UNTRAINED * (at < prompt) for at, token in enumerate(ids)])
+        assert len(ids) == prompt + trained_tokens
+    (folder / "rows.jsonl").write_text("".join(lines))
+    config.data = DataConfig(
+        files=[str(folder / "rows.jsonl")], tokenizer=str(folder / "tokenizer"), packing="none", **data
+    )
+    config.train.steps, config.train.epochs, config.train.rows_per_chunk = None, 1, 1
+    use_drive(config, folder / "drive")
+    return config, documents
+
+
+def check_whole_run(config: RunConfig, reference: list[Batch]) -> None:
+    """Losses, counts of trained tokens, and what is exported, against plain torch."""
+    train(config)
+    plain = PlainTraining(setup())
+    found = records(config)
+    assert [m["trained_tokens"] for m in found] == [batch.trained_tokens for batch in reference]
+    for record, batch in zip(found, reference, strict=True):
+        assert record["loss"] == pytest.approx(plain.step(batch, OPTIMIZER.lr)[0], rel=1e-6)
+    out = Path(config.run_dir) / "exported"
+    assert told(["export", config.run_dir, str(out)]) == (0, "")
+    for name, weight in stored(out).items():
+        torch.testing.assert_close(weight, plain.masters[name].detach(), rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_a_run_over_samples_of_any_length(tmp_path: Path, chunk: int) -> None:
+    """C01: 1, 3, 40 and 200 trained tokens, as 1 x 4, 2 x 2 and 4 x 1."""
+    config, documents = whole_run(tmp_path, [(5, 1), (2, 3), (1, 40), (9, 200)], seq_len=224)
+    config.train.rows_per_step, config.train.rows_per_chunk = 4, chunk
+    reference = by_hand(documents)
+    assert reference.trained_tokens == 244
+    check_whole_run(config, [reference])
+
+
+def test_a_run_with_short_steps(tmp_path: Path) -> None:
+    """C13: 7 samples, 4 in a step, one at once, 2 epochs."""
+    trained_tokens = [4, 17, 1, 9, 30, 2, 11]
+    config, documents = whole_run(tmp_path, [(3, count) for count in trained_tokens], seq_len=40)
+    config.train.rows_per_step, config.train.epochs, config.train.log_samples = 4, 2, True
+    rows = Rows([store_of(documents)], config.data, rows_per_step=4, seed=config.train.seed)
+    chosen = [[document for _, document in rows.samples(step)] for step in range(4)]
+    assert [len(own) for own in chosen] == [4, 3, 4, 3]
+    check_whole_run(config, [by_hand([documents[number] for number in own]) for own in chosen])
+    lines = [[int(name.rpartition(":")[2]) for name in m["sample_ids"]] for m in records(config)]
+    assert [[line - 1 for line in own] for own in lines] == chosen
+
+
+def test_a_run_with_a_chunk_that_has_no_trained_token(tmp_path: Path) -> None:
+    """C03: one sample over three rows, its first row all prompt: that comes first, in the middle and last."""
+    seeds = {draw_order(seed, 0, 3, stream=ROWS).tolist().index(0): seed for seed in range(20)}
+    assert sorted(seeds) == [0, 1, 2]
+    for seed in seeds.values():
+        config, (document,) = whole_run(tmp_path / str(seed), [(20, 29)], seq_len=16, too_long="split")
+        config.train.rows_per_step, config.train.seed = 3, seed
+        ids = torch.tensor([token & ~UNTRAINED for token in document])
+        labels = ids[1:].masked_fill(torch.arange(48) < 19, -100).view(3, 16)
+        assert [int((row != -100).sum()) for row in labels] == [0, 13, 16]
+        check_whole_run(config, [Batch(ids[:48].view(3, 16), labels, torch.arange(16).repeat(3, 1), 29)])
