@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.faults import FaultySyscalls, fail, refuse_direct_open
 
-from tierstream.io import seam
+from tierstream.io import drive_rates, seam
 from tierstream.io.drive_rates import DriveTarget, Setting, Tuning, best_tuning
 from tierstream.io.errors import ConfigError, StorageError
 from tierstream.io.measure import Case, Measurement, Sample, measure, timed
-from tierstream.io.posix import PosixBackend
+from tierstream.io.posix import PosixBackend, probe
 from tierstream.io.scratch import ScratchFolder
 from tierstream.io.transfer import Direction
-from tierstream.io.workload import Access, blocks, cached_note, run_requests
+from tierstream.io.workload import Access, blocks, cached_note, run_requests, storage_bytes
 
 MIB = 1 << 20
 
@@ -216,6 +216,35 @@ def test_a_file_smaller_than_a_block_is_refused(tmp_path: Path) -> None:
         setting = Setting(access="read", tuning=Tuning(threads=1, task_bytes=MIB, queue_depth=1))
         with pytest.raises(ConfigError, match="has 65536 bytes, less than one block of 1048576"):
             target.run(setting, MIB)
+
+
+@pytest.mark.parametrize("way", ["direct", "page cache", "refused direct"])
+def test_a_second_reading_comes_from_the_drive_or_is_called_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """C91: 64 MiB, read twice, each by a benchmark of its own. The clock of a shared machine proves nothing:
+    what the kernel has fetched does.
+    """
+    if not probe(tmp_path).direct:
+        pytest.skip(f"{tmp_path} does not take direct I/O")
+    tuning = Tuning(threads=2, task_bytes=MIB, queue_depth=4)
+    setting = Setting(access="read", tuning=tuning, direct=way != "page cache")
+    faults = [refuse_direct_open()] if way == "refused direct" else []
+    with ScratchFolder(tmp_path) as folder, seam.injected(FaultySyscalls(*faults)):
+        path = folder.new_file("file", 64 * MIB)
+        for _ in range(2):
+            target = DriveTarget([path], 64 * MIB)
+            before = storage_bytes()
+            sample = target.run(setting, 64 * MIB)
+            after = storage_bytes()
+            if before is None or after is None:
+                pytest.skip("this kernel does not count what it fetches")
+            assert after[0] - before[0] >= 64 * MIB
+            assert (sample.amount, sample.note) == (64 * MIB, "")
+        if not target.path_taken(setting).direct:
+            Path(path).read_bytes()
+            monkeypatch.setattr(drive_rates, "forget_cached", lambda path: None)
+            assert target.run(setting, 64 * MIB).note.startswith("cached: the kernel fetched only 0 %")
 
 
 def test_reads_from_memory_are_called_so() -> None:
