@@ -9,9 +9,11 @@ import json
 import math
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.command import Command, use_drive
 from support.runs import final_planes, make_run, records, snapshot_planes, train
 
@@ -19,6 +21,7 @@ from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.rows import Batch, Rows
 from tierstream.engine.gradients import GradientBuffers
+from tierstream.engine.head import Head
 from tierstream.engine.metrics import PlanReport, StepMetrics
 from tierstream.engine.trainer import Trainer
 from tierstream.io.posix import probe
@@ -244,6 +247,43 @@ def test_the_record_tells_whether_a_step_was_clipped(tmp_path: Path) -> None:
         assert record["clip_factor"] == (0.01 / (norms[0] + 1e-6) if limit == 0.01 else 1.0)
     assert norms[0] > 0.02
     assert norms == [norms[0]] * 3
+
+
+def test_a_log_says_what_became_of_each_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C05, C11: step 1 is clipped, the gradient of step 2 has an inf, step 3 comes to NaN in the loss."""
+    config = make(tmp_path, 4)
+    spoil_gradients(monkeypatch, math.inf, {2})
+    loss_and_gradient, steps = Head.loss_and_gradient, itertools.count(1)
+
+    def spoilt(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        factor = math.nan if next(steps) == 3 else 1.0
+        losses, gradient = loss_and_gradient(*args)
+        return losses * factor, gradient * factor
+
+    monkeypatch.setattr(Head, "loss_and_gradient", spoilt)
+    status, out, err = Command(capsys, tmp_path).train(config)
+    assert (status, err) == (0, "")
+    clipped, infinite, not_a_number, last = records(config)
+    said = out.splitlines()
+    assert [line.split(":")[0] for line in said if ": first clipped step: " in line] == ["step 1"]
+    norm, factor = f"{clipped['grad_norm']:.4g}", f"{clipped['clip_factor']:.4g}"
+    assert f"norm {norm} is above optimizer.clip_norm 0.5, so it was multiplied with {factor}; norms" in out
+    for record, norm, loss in ((infinite, "inf", f"{infinite['loss']:.4g}"), (not_a_number, "nan", "nan")):
+        step, samples = record["step"], ", ".join(record["sample_ids"])
+        (line,) = (line for line in said if line.startswith(f"step {step}/4  SKIPPED  loss "))
+        assert f"norm {norm}" in line
+        (line,) = (line for line in said if line.startswith(f"step {step}: "))
+        assert line == (
+            f"step {step}: the gradient is not finite (norm {norm}, loss {loss}): skipped, nothing has "
+            f"changed; {step - 1} in a row of at most 5; its samples: {samples}"
+        )
+    assert [line for line in said if line.startswith("steps 1 to 4, 2 skipped: loss ")]
+    text = (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    assert '"grad_norm": Infinity' in text[1]
+    assert '"loss": NaN' in text[2]
+    assert (last["skipped"], last["skipped_total"], last["optimizer_step"]) == (False, 2, 2)
 
 
 class Plan(Callback):
