@@ -58,6 +58,18 @@ def test_the_first_gradient_is_written_and_later_ones_are_added_in_fp32(dtype: t
     assert total.flat.numpy().tobytes() == flat_of(unit, summed(*parts)).tobytes()
 
 
+def test_many_small_gradients_in_bf16_count() -> None:
+    """C07: 64 times 1e-3 onto 1; bf16 would stay at 1."""
+    unit = pack_unit("u", "bfloat16", [("u.0", (1,), True)])
+    total = GradientSum(unit, dirty(unit.numel))
+    total.add([torch.ones(1, dtype=torch.bfloat16)])
+    small = torch.full((1,), 1e-3, dtype=torch.bfloat16)
+    for _ in range(64):
+        total.add([small])
+    assert total.flat[0].item() == pytest.approx(1 + 64 * small.item(), rel=1e-6)
+    assert round(total.flat[0].item(), 5) == 1.06396
+
+
 def test_a_gradient_that_is_missing_is_zero() -> None:
     """Of one chunk, or of all: an expert that no token went to."""
     unit = unit_of("u")

@@ -19,8 +19,11 @@ from support.command import told, use_drive
 from support.runs import dump, final_planes, make_run, records, snapshot_planes, train, train_file
 
 from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.checkpoint import checkpoints
 from tierstream.engine.config import RunConfig
+from tierstream.engine.metrics import StepMetrics
+from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import CheckpointError, ConfigError
 from tierstream.tiered.manifest import decode, encode
 from tierstream.tiered.snapshot import Snapshot
@@ -70,6 +73,31 @@ def test_resume_after_every_step(
     config.checkpoint.resume = str(run_dir / "checkpoints" / f"step-{k:08d}")
     train(config)
     assert trajectory(records(config)) == trajectory(expected[k:])
+    assert same(final_planes(config), planes)
+
+
+def test_a_run_whose_state_was_on_a_drive_that_has_gone_goes_on(
+    tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]]
+) -> None:
+    """C57: masters and moments are in the checkpoint of step 3; nothing else of the state is needed."""
+    _, planes, expected = uninterrupted
+    config = make_run(tmp_path, steps=STEPS)
+    drive = use_drive(config, tmp_path / "drive")
+    config.checkpoint.every_steps = 3
+
+    class Fall(Callback):
+        def on_step(self, metrics: StepMetrics) -> None:
+            if metrics.step == 5:
+                raise RuntimeError("fell over")
+
+    with pytest.raises(RuntimeError, match="fell over"):
+        Trainer(config, [Fall()]).run()
+    assert [step for step, _ in checkpoints(Path(config.run_dir) / "checkpoints")] == [3]
+    shutil.rmtree(drive)
+    drive.mkdir()
+    config.checkpoint.resume = "auto"
+    train(config)
+    assert trajectory(records(config)) == trajectory(expected)
     assert same(final_planes(config), planes)
 
 

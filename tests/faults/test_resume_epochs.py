@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.children import FORKS
+from support.models import edit_json
 from support.runs import dump, final_planes, make_run, records, train, train_and_be_killed
 
 from tierstream.engine.config import RunConfig
@@ -86,7 +87,7 @@ def test_killed_in_every_step(tmp_path: Path, uninterrupted: Uninterrupted) -> N
 
 
 def test_what_decides_the_rows_is_compared(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
-    """C61: each difference with both values."""
+    """C61: each difference with both values: settings, the model, one sample more."""
     config = make(tmp_path)
     config.checkpoint.resume = f"{uninterrupted[0].run_dir}/checkpoints/step-00000002"
     config.train.rows_per_step, config.train.epochs, config.train.seed = 2, 3, 9
@@ -98,6 +99,11 @@ def test_what_decides_the_rows_is_compared(tmp_path: Path, uninterrupted: Uninte
         "data.seq_len: 24 in the", "data.packing: 'none' in the", "data.weights: None in the",
     ):  # fmt: skip
         assert text in str(error.value)
+    config = make(tmp_path / "wider")
+    config.checkpoint.resume = f"{uninterrupted[0].run_dir}/checkpoints/step-00000002"
+    edit_json(tmp_path / "wider" / "model" / "config.json", lambda model: model.update(intermediate_size=80))
+    with pytest.raises(CheckpointError, match=r"architecture\.intermediate_size: 77 in the .*, 80 now"):
+        train(config)
     config = make(tmp_path / "more")
     (tmp_path / "more" / "8.sample").write_text("one more")
     config.checkpoint.resume = f"{uninterrupted[0].run_dir}/checkpoints/step-00000002"

@@ -1,5 +1,5 @@
-"""Data is prepared without processes: one that is forked cannot use CUDA when its parent has (and a notebook
-has for long), and one that is spawned runs a script without a `__main__` guard again.
+"""Little data is prepared without processes (C85): one that is forked cannot use CUDA when its parent has
+(and a notebook has for long), and one that is spawned runs a script without a `__main__` guard again.
 """
 
 from __future__ import annotations

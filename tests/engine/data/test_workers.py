@@ -1,4 +1,6 @@
-"""Processes that tokenise: the same bytes and errors as without, whoever starts them, whatever ends them."""
+"""Processes that tokenise: the same bytes and errors as without, whoever starts them (C85), whatever ends
+them.
+"""
 
 from __future__ import annotations
 
