@@ -201,6 +201,10 @@ def test_resume_in_short(run: Command, option: str) -> None:
          "false and optimizer.clip_norm is 1.0: clipping waits for the whole gradient, so the check costs "
          "nothing; set clip_norm to null, or check_finite to true"),
         ("", "--train.steps 0", "run.yaml with the options given: train.steps is 0; it must be >= 1"),
+        # No accumulation of nothing (C13).
+        ("train: {rows_per_step: 0}", "", "run.yaml: train.rows_per_step is 0; it must be >= 1"),
+        ("train: {rows_per_chunk: 0}", "", "run.yaml: train.rows_per_chunk is 0; it must be between 1 and "
+         "train.rows_per_step (8), or null for all rows"),
         ("", "--model.path x", "run.yaml with the options given: give exactly one of model.path (train on "
          "from these weights) and model.config (start from random weights); got model.path='x' and "
          "model.config='tiny'"),
