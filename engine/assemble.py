@@ -265,7 +265,7 @@ def fill_state(
     write = PlaneWriter(store, layout)
     if snapshot is not None:
         snapshot.restore(store)
-        origin = f"step {snapshot.state['step']} of a checkpoint"
+        origin = f"the checkpoint of step {snapshot.state['step']}, {snapshot.path}"
     elif weights is not None:
         source.load_weights(weights, units.in_forward_order, write)
         origin = f"weights of {config.model.path}"

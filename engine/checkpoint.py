@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,14 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def find_resume(resume: str, directory: Path, run_id: str | None) -> Snapshot | None:
+def find_resume(
+    resume: str, directory: Path, run_id: str | None, on_event: Callable[[str], None]
+) -> Snapshot | None:
     """The snapshot that `checkpoint.resume` asks for.
 
     Args:
         run_id: identity of the run that owns `directory`; `auto` passes over checkpoints of other runs.
+        on_event: is told what `auto` passes over, and why.
 
     Raises:
         CheckpointError: a named checkpoint is incomplete or damaged, or all of `directory` are.
@@ -126,6 +129,8 @@ def find_resume(resume: str, directory: Path, run_id: str | None) -> Snapshot | 
             problems.append(str(error))
             continue
         if run_id is None or snapshot.state.get("run_id") == run_id:
+            for problem in problems:
+                on_event(f"warning: not resumed from: {problem}")
             return snapshot
         problems.append(f"{path} belongs to another run ({snapshot.state.get('run_id')})")
     if problems:

@@ -17,6 +17,7 @@ from tierstream.engine.batch import Batch
 from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
+from tierstream.engine.data.chat import given_template
 from tierstream.engine.data.holdout import hold_out
 from tierstream.engine.data.prepare import check_packing, open_data
 from tierstream.engine.data.rows import Batch as PackedBatch
@@ -69,7 +70,7 @@ class Run:
         self.config, self.callbacks, self.directory = config, callbacks, directory
         self.rows, self.runtime, self._tier, self._interludes = rows, runtime, tier, interludes
         self._experts, self._cache_before = runtime.expert_use(), NO_COUNTS
-        self._identity = {key: state[key] for key in ("run_id", "settings", "dtypes")}
+        self._identity = {key: state[key] for key in ("run_id", "settings", "dtypes", "chat_template")}
         self.step = int(state["step"])
         self.total_steps = _total_steps(config, rows)
         self._skipped_total: int = state["skipped_total"]
@@ -88,7 +89,9 @@ class Run:
         model, hf_config = assemble.build_model(config, parts)
         check_packing(config.data, hf_config)
         identity = _RunIdentity(run_dir)
-        snapshot = checkpoint.find_resume(config.checkpoint.resume, run_dir / "checkpoints", identity.read())
+        snapshot = checkpoint.find_resume(
+            config.checkpoint.resume, run_dir / "checkpoints", identity.read(), callbacks.on_event
+        )
         directory = parts.enter_context(RunDirectory(run_dir, resume=config.checkpoint.resume != "none"))
         state = _first_state() if snapshot is None else dict(snapshot.state)
         settings = _settings(config, hf_config)
@@ -131,7 +134,11 @@ class Run:
         interludes = Interludes(config, rows, eval_rows, runtime, callbacks, directory, state, parts)
         first, total = int(state["step"]), _total_steps(config, rows)
         report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, first, total)
-        state |= {"settings": settings, "dtypes": dict(report.dtypes)}
+        state |= {
+            "settings": settings,
+            "dtypes": dict(report.dtypes),
+            "chat_template": given_template(config.data),  # its file may be gone when the model is exported
+        }
         run = cls(config, callbacks, directory, rows, runtime, tier, interludes, state)
         parts.enter_context(run._saver)
         directory.write_plan(report)

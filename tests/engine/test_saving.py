@@ -138,12 +138,12 @@ def test_order_is_by_step_and_run_whatever_the_files_say(
             newest = directory / f"step-{step:08d}"
             os.utime(newest, (0, 0))
             assert [found for found in run.steps() if found != 9999] == left
-            resumed = find_resume("auto", directory, "ours")
+            resumed = find_resume("auto", directory, "ours", run.log.on_event)
             assert resumed is not None
             assert resumed.path == newest
             run.now -= 86400
     assert run.steps()[-1] == 9999
-    theirs = find_resume("auto", directory, "theirs")
+    theirs = find_resume("auto", directory, "theirs", other.log.on_event)
     assert theirs is not None
     assert theirs.state["step"] == 9999
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -101,11 +102,19 @@ def test_a_run_whose_state_was_on_a_drive_that_has_gone_goes_on(
     assert same(final_planes(config), planes)
 
 
+class Log(Callback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_event(self, text: str) -> None:
+        self.events.append(text)
+
+
 def test_auto_takes_the_newest_complete_checkpoint_of_this_run(
     tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]]
 ) -> None:
     """C51, C53: a half-written directory, a damaged one and another run's later step are passed over; order
-    is by number.
+    is by number; which one is taken is said, and why not the others.
     """
     run_dir, planes, expected = uninterrupted
     config = make_run(tmp_path, steps=STEPS)
@@ -120,7 +129,13 @@ def test_auto_takes_the_newest_complete_checkpoint_of_this_run(
     theirs.write_bytes(encode(manifest))
     (kept / "step-00000012.tmp").mkdir()
     config.checkpoint.resume = "auto"
-    train(config)
+    log = Log()
+    Trainer(config, [log]).run()
+    warnings = [event for event in log.events if event.startswith("warning: not resumed from: ")]
+    assert [re.findall(r"step-(\d+)", event)[0] for event in warnings] == ["00009999", "00000008", "00000007"]
+    assert "belongs to another run" in warnings[0]
+    assert "manifest.json" in warnings[1]
+    assert f"state: the checkpoint of step 6, {kept / 'step-00000006'}" in log.events
     assert trajectory(records(config)) == trajectory(expected)
     assert same(final_planes(config), planes)
     assert not (kept / "step-00000012.tmp").exists()
