@@ -89,10 +89,9 @@ class Run:
         model, hf_config = assemble.build_model(config, parts)
         check_packing(config.data, hf_config)
         identity = _RunIdentity(run_dir)
-        snapshot = checkpoint.find_resume(
-            config.checkpoint.resume, run_dir / "checkpoints", identity.read(), callbacks.on_event
-        )
-        directory = parts.enter_context(RunDirectory(run_dir, resume=config.checkpoint.resume != "none"))
+        resume, kept = config.checkpoint.resume, run_dir / "checkpoints"
+        snapshot = checkpoint.find_resume(resume, kept, identity.read(), callbacks.on_event)
+        directory = parts.enter_context(RunDirectory(run_dir, resume=resume != "none"))
         state = _first_state() if snapshot is None else dict(snapshot.state)
         settings = _settings(config, hf_config)
         if snapshot is not None:
