@@ -69,6 +69,7 @@ def export_model(
     *,
     dtype: ExportDtype | None = None,
     tokenizer_dir: Path | None = None,
+    chat_template: str | None = None,
     source: LoadPlan | None = None,
     new_ids: bool = False,
     max_shard_bytes: int | None = None,
@@ -83,6 +84,7 @@ def export_model(
         model: the meta model; only its persistent buffers are read from it.
         dtype: type of the weights; None: as trained. What the family keeps in fp32 stays fp32.
         tokenizer_dir: its tokenizer and chat templates are copied.
+        chat_template: takes the place of the tokenizer's own (of several the default); None: that stays.
         source: model directory whose weights the run began with. Its generation_config.json, code and licence
             are copied, and tensors that the family leaves aside.
         new_ids: the configuration's special ids become those of the tokenizer: a new model stops where that
@@ -112,6 +114,7 @@ def export_model(
             directory,
             name=out_dir.name,
             tokenizer_dir=tokenizer_dir,
+            chat_template=chat_template,
             source_dir=source.checkpoint.path if source else None,
             new_ids=new_ids,
             facts=facts,

@@ -13,6 +13,7 @@ import torch
 from tierstream.engine.data.tokenizer import load_tokenizer
 from tierstream.engine.export_plan import ExportDtype
 from tierstream.engine.model_card import RunFacts, write_card
+from tierstream.io import durable
 from tierstream.io.errors import storage_errors
 
 #: What a tokenizer is made of, chat templates included.
@@ -22,6 +23,7 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 #: Under which terms the source's weights may be used.
 _LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+_TEMPLATE_FILE = "chat_template.jinja"
 _GENERATION_FILE = "generation_config.json"
 
 
@@ -32,6 +34,7 @@ def write_descriptions(
     *,
     name: str,
     tokenizer_dir: Path | None,
+    chat_template: str | None,
     source_dir: Path | None,
     new_ids: bool,
     facts: RunFacts | None,
@@ -49,6 +52,8 @@ def write_descriptions(
             del config.auto_map
     if tokenizer_dir is not None:
         _copy(tokenizer_dir, directory, _TOKENIZER_FILES)
+        if chat_template is not None:  # transformers prefers this file to what tokenizer_config.json says
+            durable.write_file(directory / _TEMPLATE_FILE, chat_template.encode())
         tokenizer = load_tokenizer(directory)
         if new_ids:
             for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

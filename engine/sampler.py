@@ -11,7 +11,8 @@ import torch
 
 from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
-from tierstream.engine.data.files import read_text
+from tierstream.engine.data.chat import given_template
+from tierstream.engine.data.codec import default_template
 from tierstream.engine.data.prepare import tokenizer_directory
 from tierstream.engine.data.tokenizer import document_prefix, load_tokenizer
 from tierstream.engine.generation import Draw, generate, greedy
@@ -38,9 +39,8 @@ class Prompts:
     def __init__(self, config: RunConfig, directory: Path, formats: set[str], hf_config: Any) -> None:
         self.texts = config.sample.prompts or []
         self._tokenizer = load_tokenizer(tokenizer_directory(config.data, config.model, directory))
-        template = self._tokenizer.chat_template
-        if config.data.chat_template is not None:
-            template = "".join(read_text(Path(config.data.chat_template)))
+        given = given_template(config.data)
+        template = default_template(self._tokenizer) if given is None else given
         chat = config.sample.chat
         if chat is None:
             chat = template is not None and bool(formats & _CONVERSATIONS)

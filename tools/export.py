@@ -94,6 +94,7 @@ def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
         out_dir,
         dtype="float32" if options.master else options.dtype,
         tokenizer_dir=tokenizer_dir,
+        chat_template=snapshot.state.get("chat_template"),
         source=source,
         new_ids=model_config.path is None,
         max_shard_bytes=options.max_shard,

@@ -12,8 +12,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tierstream.engine.data.config import DataConfig
+from tierstream.engine.data.files import read_text
 from tierstream.engine.data.formats import Conversation, Message
 from tierstream.io.errors import DataError
 
@@ -25,6 +28,13 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 #: What a template that asks for the date is told, so that it gives the same text every day.
 TODAY = datetime.date(2026, 1, 1)
+
+
+def given_template(data: DataConfig) -> str | None:
+    """The template in the file `data.chat_template`; None: none is named. Raises DataError: it cannot be
+    read.
+    """
+    return None if data.chat_template is None else "".join(read_text(Path(data.chat_template)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,15 +39,12 @@ class Codec:
     @classmethod
     def of(cls, tokenizer: Any) -> Codec:
         """Of a fast transformers tokenizer, which stays as it is."""
-        template = tokenizer.chat_template
-        if isinstance(template, dict):  # several by name
-            template = template.get("default")
         return cls(
             _bare(tokenizer.backend_tokenizer.to_str()),
             document_prefix(tokenizer),
             int(tokenizer.eos_token_id),
             {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-            template,
+            default_template(tokenizer),
         )
 
     @classmethod
@@ -70,6 +67,12 @@ class Codec:
 
     def token(self, token_id: int) -> str:
         return str(self.backend.id_to_token(token_id))
+
+
+def default_template(tokenizer: Any) -> str | None:
+    """The chat template of a transformers tokenizer; of several by name the default."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
 
 
 def _bare(text: str) -> Tokenizer:

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstream.engine.data import formats
-from tierstream.engine.data.chat import ChatTemplate, Rendered
-from tierstream.engine.data.codec import Codec
+from tierstream.engine.data.chat import ChatTemplate, Rendered, given_template
+from tierstream.engine.data.codec import Codec, default_template
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.encode import Piece, encode
 from tierstream.engine.data.files import Job, read_text
@@ -58,16 +58,14 @@ class Recipe:
         Raises:
             DataError: the file `data.chat_template` cannot be read.
         """
-        template = Codec.of(tokenizer).chat_template
-        if data.chat_template is not None:
-            template = "".join(read_text(Path(data.chat_template)))
+        given = given_template(data)
         return cls(
             str(directory),
             data.format,
             data.text_field,
             data.train_on,
             data.rewritten_turns,
-            template,
+            default_template(tokenizer) if given is None else given,
             data.bad_lines,
         )
 

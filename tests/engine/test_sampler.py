@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chat_templates import CHATML, MARKED, byte_tokenizer
 from support.rig import tiny_config
 from support.runs import VOCABULARY, final_planes, make_run, records, train
 
@@ -115,6 +116,15 @@ def test_conversations_have_the_template_by_themselves(tmp_path: Path) -> None:
     assert chat != plain
     assert ids(None, "auto", "text", "messages") == ids(None, "sharegpt") == chat
     assert ids(None, "auto", "text", "prompt") == ids(False, "messages") == plain
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    config, ids = sampled(tmp_path, chat=True), []
+    hf_config = tiny_config("qwen3", vocab_size=512)
+    for name, template in (("one", CHATML), ("several", {"default": CHATML, "tools": MARKED})):
+        config.data.tokenizer = str(byte_tokenizer(tmp_path / name, template=template))
+        ids.append(Prompts(config, tmp_path, set(), hf_config).ids)
+    assert ids[0] == ids[1]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def byte_tokenizer(
     *,
     merges: tuple[tuple[str, str], ...] = (),
     eos: str = "<|endoftext|>",
-    template: str | None = None,
+    template: str | dict[str, str] | None = None,
 ) -> Path:
     """Save a tokenizer: a token for each byte, each special and each merge."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from support.chat_templates import CHATML, LLAMA3, MARKED, byte_tokenizer
 from support.command import Command
 from support.exports import Loaded, stored
 from support.models import different, rewrite, save_model
+from support.runs import make_run
 
 from tierstream.engine.data.files import fingerprint_files
 from tierstream.engine.data.tokenizer import train_tokenizer
@@ -123,3 +126,19 @@ def test_shards_of_a_size(command: Command, finished: FinishedRun, tmp_path: Pat
     assert command.run("export", str(finished.path), str(out), "--max-shard", "50KB")[0] == 0
     assert len(list(out.glob("*.safetensors"))) > 2
     command.refused("export", str(finished.path), str(out), "--max-shard", "0B", said=["must be > 0 B"])
+
+
+@pytest.mark.parametrize("own", [None, LLAMA3, {"default": LLAMA3, "tools": MARKED}])
+def test_tokenizer_has_the_template_that_was_trained_with(
+    command: Command, tmp_path: Path, own: str | dict[str, str] | None
+) -> None:
+    """Its file is gone when the model is exported; the other templates of the tokenizer stay."""
+    config, file = make_run(tmp_path, steps=1), tmp_path / "template.jinja"
+    config.data.tokenizer = str(byte_tokenizer(tmp_path / "tokenizer", template=own))
+    config.data.chat_template = str(file)
+    file.write_text(CHATML)
+    assert command.train(config)[0] == 0
+    file.unlink()
+    assert command.run("export", config.run_dir, str(tmp_path / "out"))[0] == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == ({**own, "default": CHATML} if isinstance(own, dict) else CHATML)
