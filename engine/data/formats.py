@@ -189,10 +189,14 @@ def _message(turn: Any) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise DataError(f"the role of a message is {role!r}; known are {', '.join(_ROLES)}")
+    if not message.get("tool_calls") and not {"content", "value"} & turn.keys():
+        raise DataError(f"a message ({role}) has no content; its fields are {', '.join(turn)}")
     message["role"] = _ROLES[role]
     if message["role"] == "function_call":
-        calls = _parsed(message["content"], "function_call")
+        calls = _parsed(message.get("content"), "function_call")
         message |= {"role": "assistant", "tool_calls": calls, "content": ""}
+    if message.get("weight", 1) not in (0, 1):
+        raise DataError(f"the weight of a message ({role}) is {message['weight']!r}; it must be 0 or 1")
     message["content"] = _content(message)
     if tool_calls := message.pop("tool_calls", None):
         listed = tool_calls if isinstance(tool_calls, list) else [tool_calls]

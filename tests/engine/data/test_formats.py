@@ -173,6 +173,12 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         (["a"], {}, "a message is of type str where an object"),
         ([{"role": "bot", "content": "a"}], {}, "the role of a message is 'bot'; known are human"),
         ([{"content": "a"}], {}, "the role of a message is None"),
+        ([{"role": "user"}, ANSWER], {}, r"a message \(user\) has no content; its fields are role"),
+        ([{"role": "assistant", "text": "a"}], {}, r"\(assistant\) has no content; its fields are role, text"),
+        ([{"role": "function_call"}], {}, r"\(function_call\) has no content"),
+        ([{"role": "function_call", "content": None}], {}, "the function_call are no JSON"),
+        ([{"from": "gpt", "text": "a"}], {}, r"\(gpt\) has no content; its fields are from, text"),
+        ([ANSWER | {"weight": 0.5}], {}, r"the weight of a message \(assistant\) is 0\.5; it must be 0 or 1"),
         ([{"role": ["user"]}], {}, "the role of a message is"),
         ([{"role": "user", "content": 1}], {}, r"content of a message \(user\) is of type int"),
         (
