@@ -12,7 +12,9 @@ from support.families import moe_config
 from support.rig import Rig, Setup, batches, rig, tiny_config
 from support.runs import make_run, train
 
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.trainer import Trainer
 from tierstream.tools.export import ExportOptions, export
 
 LR, DECAY = 0.1, 0.1
@@ -50,6 +52,23 @@ def test_exactly_the_matrices_shrink(family: str, no_decay: list[str] | None) ->
         assert "norm" not in name
         assert not name.endswith(("bias", "sinks"))
         assert no_decay is None or not ("embed_tokens" in name or ".mlp." in name)
+
+
+class Log(Callback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_event(self, text: str) -> None:
+        self.events.append(text)
+
+
+def test_what_is_decayed_is_said_before_the_first_step(tmp_path: Path) -> None:
+    """3 layers of 7 matrices and one for both ends; the norms are named."""
+    config, log = make_run(tmp_path, steps=1), Log()
+    Trainer(config, [log]).run()
+    norms = ["input_layernorm", "post_attention_layernorm", "self_attn.k_norm", "self_attn.q_norm"]
+    names = ", ".join(f"model.layers.*.{name}.weight" for name in norms)
+    assert f"weight decay: 22 tensors; not on {names}, model.norm.weight" in log.events
 
 
 def test_patterns_change_where_tensors_lie_and_not_what_an_export_holds(tmp_path: Path) -> None:

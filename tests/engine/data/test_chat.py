@@ -257,6 +257,9 @@ def test_tools_calls_and_their_results(tmp_path: Path) -> None:
             (True, f"<think>\n\n</think>\n\n{written}"),
             (True, "<think>\n\n</think>\n\nYes<|im_end|>"),
         ]
+        # An empty thought has 19 bytes; the call 1+11+1, its JSON 55, 1+12; each turn an end.
+        trained = [int(((ids & UNTRAINED) == 0).sum()) for ids in samples]
+        assert trained == [19 + 13 + 55 + 13 + 1, 19 + 3 + 1]
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"<|im_start|>system\n{json.dumps(TOOL)}\n<|im_end|>\n<|im_start|>user\nHi")
     assert '<tool_response>\n{"ok": true}\n</tool_response>' in texts[0]
