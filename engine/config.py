@@ -140,6 +140,8 @@ class RunConfig:
         return load(cls, Path(path), changes)
 
     def __post_init__(self) -> None:
+        if not self.run_dir:  # as of a variable of the shell that is not set
+            raise ConfigError("run_dir is empty; name a directory, or . for the current one")
         if self.optimizer.placement in ("gpu", "both") and self.train.device == "cpu":
             raise ConfigError(
                 f"optimizer.placement is {self.optimizer.placement} and train.device is cpu, so there is no "

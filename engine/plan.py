@@ -89,7 +89,7 @@ class TiersConfig:
 
     def __post_init__(self) -> None:
         if self.nvme_dirs is not None and (
-            not self.nvme_dirs or len(set(self.nvme_dirs)) != len(self.nvme_dirs)
+            not self.nvme_dirs or not all(self.nvme_dirs) or len(set(self.nvme_dirs)) != len(self.nvme_dirs)
         ):
             raise ConfigError(
                 f"tiers.nvme_dirs is {self.nvme_dirs}; name each directory once, or null for none"

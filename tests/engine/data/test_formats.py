@@ -174,7 +174,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ([{"role": "bot", "content": "a"}], {}, "the role of a message is 'bot'; known are human"),
         ([{"content": "a"}], {}, "the role of a message is None"),
         ([{"role": "user"}, ANSWER], {}, r"a message \(user\) has no content; its fields are role"),
-        ([{"role": "assistant", "text": "a"}], {}, r"\(assistant\) has no content; its fields are role, text"),
+        ([{"role": "assistant", "t": "a"}], {}, r"\(assistant\) has no content; its fields are role, t"),
         ([{"role": "function_call"}], {}, r"\(function_call\) has no content"),
         ([{"role": "function_call", "content": None}], {}, "the function_call are no JSON"),
         ([{"from": "gpt", "text": "a"}], {}, r"\(gpt\) has no content; its fields are from, text"),
