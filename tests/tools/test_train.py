@@ -200,10 +200,10 @@ def test_resume_in_short(run: Command, option: str) -> None:
         ("", "--optimizer.check-finite false", "run.yaml with the options given: optimizer.check_finite is "
          "false and optimizer.clip_norm is 1.0: clipping waits for the whole gradient, so the check costs "
          "nothing; set clip_norm to null, or check_finite to true"),
-        ("", "--run-dir=", "run.yaml with the options given: run_dir is empty; name a directory, or . for the "
-         "current one"),
-        ("tiers: {nvme_dirs: ['']}", "", "run.yaml: tiers.nvme_dirs is ['']; name each directory once, or null "
-         "for none"),
+        ("", "--run-dir=", "run.yaml with the options given: run_dir is empty; name a directory, or . for "
+         "the current one"),
+        ("tiers: {nvme_dirs: ['']}", "", "run.yaml: tiers.nvme_dirs is ['']; name each directory once, or "
+         "null for none"),
         ("", "--train.steps 0", "run.yaml with the options given: train.steps is 0; it must be >= 1"),
         # No accumulation of nothing (C13).
         ("train: {rows_per_step: 0}", "", "run.yaml: train.rows_per_step is 0; it must be >= 1"),
