@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -196,6 +197,35 @@ def test_a_checkpoint_of_the_same_step_stands_until_its_successor_does(directory
             break
     else:
         pytest.fail("it never came to an end")
+
+
+def test_power_that_goes_in_a_save_or_its_rotation_costs_one_step_at_most(directory: Path) -> None:
+    """C51: at 20 system calls and more; what a resume finds is whole, and the next save tidies up."""
+    with Process(directory, every_steps=1) as run:
+        run.step(1)
+        run.step(2)
+    found = []
+    for stop in itertools.count(1, 7):
+        copy = directory.parent / str(stop)
+        shutil.copytree(directory, copy)
+        machine = CrashingSyscalls(stop)
+        with Process(copy, every_steps=1) as run, seam.injected(machine), suppress(Crash):
+            run.step(3)
+        machine.lose_unsynced(stop, copy)
+        resumed = find_resume("auto", copy, "ours", run.log.on_event)
+        assert resumed is not None
+        resumed.verify()
+        step = int(resumed.state["step"])  # type: ignore[call-overload]
+        found.append(step)
+        with Process(copy, every_steps=1) as run:
+            run.step(step + 1)
+            assert run.steps() == [step, step + 1]
+        assert len(list(copy.iterdir())) == 2
+        shutil.rmtree(copy)
+        if not machine.stopped:
+            break
+    assert set(found) == {2, 3}
+    assert len(found) >= 20
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(directory: Path) -> None:
