@@ -91,8 +91,8 @@ def test_nvme_runs_really_use_the_drive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_delays_and_poison_change_nothing(tmp_path: Path, seed: int) -> None:
-    """Random delays around every I/O and copy, NaN in every buffer given back: an ordering held by luck would
-    show.
+    """C09: random delays around every I/O and copy, NaN in every buffer given back: an ordering held by luck
+    would show.
     """
     setup = base(clip=True, chunks=2, tied=bool(seed % 2))
     expected_losses, expected_planes = resident(True, 2, bool(seed % 2))
