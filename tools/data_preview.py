@@ -177,7 +177,7 @@ def _print_row(console: Console, tokenizer: Any, rows: Rows, number: int, *, who
             text.append(("\n" if text else "") + f"-- {next(places)}\n", "dim")
         words = _shown(tokenizer.decode(ids.tolist(), skip_special_tokens=False), whole=whole)
         text.append(f"{{+{words}+}}" if trained and not on_terminal else words, "green" if trained else "")
-    console.print(text)
+    console.print(text, soft_wrap=True)  # the text as it is; a terminal wraps it
 
 
 def parts(batch: Batch) -> Iterator[tuple[NDArray[np.int64], bool, bool]]:

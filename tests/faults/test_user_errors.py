@@ -322,7 +322,7 @@ def test_a_mistake_is_told_and_mended(command: Command, tmp_path: Path, spoil: M
     command.refused_train(config, said=next(life))
     nothing_is_half_made(config)
     # Tokenising can take hours: only what is known no sooner is told after it.
-    told_late = spoil in (weights_are_nan, drive_is_in_use)
+    told_late = spoil in (weights_are_nan, drive_is_in_use, tokenizer_is_larger_than_the_embedding)
     assert (Path(config.run_dir) / "data" / "tokens").exists() == told_late
     assert next(life, None) is None
     nothing_is_locked(config)
