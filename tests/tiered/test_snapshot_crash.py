@@ -23,7 +23,7 @@ from tierstream.io.errors import CheckpointError, StorageError
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.snapshot_writer import write_snapshot
 
-KILLS = 24
+KILLS = 20
 
 
 class Machine(CrashingSyscalls):
