@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tierstream.engine.data.codec import default_template, end_of_answer_id
 from tierstream.engine.data.tokenizer import load_tokenizer
 from tierstream.engine.export_plan import ExportDtype
 from tierstream.engine.model_card import RunFacts, write_card
@@ -50,11 +52,13 @@ def write_descriptions(
             _copy(source_dir, directory, ("*.py",))
         else:
             del config.auto_map
+    answer_end: int | None = None
     if tokenizer_dir is not None:
         _copy(tokenizer_dir, directory, _TOKENIZER_FILES)
         if chat_template is not None:  # transformers prefers this file to what tokenizer_config.json says
             durable.write_file(directory / _TEMPLATE_FILE, chat_template.encode())
         tokenizer = load_tokenizer(directory)
+        answer_end = end_of_answer_id(tokenizer, default_template(tokenizer))
         if new_ids:
             for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 token_id = getattr(tokenizer, key)
@@ -67,8 +71,20 @@ def write_descriptions(
             shutil.copyfile(source_dir / _GENERATION_FILE, directory / _GENERATION_FILE)
         else:
             generation.save_pretrained(directory)
+        if answer_end is not None:
+            _stop_at(answer_end, directory / _GENERATION_FILE)
         if facts is not None:
             write_card(directory, name, facts, source_dir)
+
+
+def _stop_at(token_id: int, file: Path) -> None:
+    """Have `generate` end a text at this token too: base models end texts only, and answers end otherwise."""
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    ends = settings.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if token_id not in ends:
+        settings["eos_token_id"] = [*ends, token_id]
+        file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _has_code(source_dir: Path, auto_map: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.chat import given_template
-from tierstream.engine.data.codec import default_template
+from tierstream.engine.data.codec import default_template, end_of_answer_id
 from tierstream.engine.data.prepare import tokenizer_directory
 from tierstream.engine.data.tokenizer import document_prefix, load_tokenizer
 from tierstream.engine.generation import Draw, generate, greedy
@@ -51,7 +51,9 @@ class Prompts:
             )
         self.ids = [self._encode(text, template if chat else None) for text in self.texts]
         ends = hf_config.eos_token_id
-        self.end_ids = {self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        answer_end = end_of_answer_id(self._tokenizer, template if chat else None)
+        ends = [*(ends if isinstance(ends, list) else [ends]), self._tokenizer.eos_token_id, answer_end]
+        self.end_ids = set(ends) - {None}
         self._check(config.sample.max_tokens, hf_config)
 
     def text(self, ids: Sequence[int]) -> str:

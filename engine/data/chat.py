@@ -64,7 +64,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         special = "|".join(map(re.escape, special_texts)) or "(?!)"
         # The end of a turn, and what some templates put behind it: a line feed, also an end of text.
-        self._turn_end = re.compile(rf"(?:{special})+((?:\s(?:\s|{special})*)?)\Z")
+        self._turn_end = re.compile(rf"({special})(?:{special})*((?:\s(?:\s|{special})*)?)\Z")
         self._marked = _MARK.search(source) is not None
         said = _BLOCK.sub(lambda block: " ".join(_QUOTED.findall(block[0])), source)
         self._says_none = _NONE.search(said) is not None
@@ -102,6 +102,18 @@ class ChatTemplate:
         chosen = turns[-1:] if rewritten_turns == "last" else turns
         return [Rendered(turn.text, turn.spans, rewritten=True) for turn in chosen]
 
+    def end_of_answer(self) -> str | None:
+        """The special token at which a model stops that was trained on answers of this template; None: it
+        says none.
+        """
+        asked = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        try:
+            answer = self._turn(asked, 1, self._run(asked, 2)[0])
+        except DataError:
+            return None
+        found = self._turn_end.search(answer.text, answer.spans[0][0])
+        return found[1] if found else None
+
     def _run(
         self, conversation: Conversation, turns: int, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -135,7 +147,7 @@ class ChatTemplate:
                 "generation prompt; mark answers in the template: {% generation %}...{% endgeneration %}"
             )
         if found := self._turn_end.search(text, len(prompt)):
-            text = text[: found.start(1)]
+            text = text[: found.start(2)]
         said = _dense(text)
         thoughts = [message[name] for name in _REASONING if isinstance(message.get(name), str)]
         for part in (message["content"], *thoughts):

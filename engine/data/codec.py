@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from tierstream.engine.data.chat import ChatTemplate
 from tierstream.engine.data.tokenizer import document_prefix
 from tierstream.io import durable
 
@@ -62,11 +63,23 @@ class Codec:
         added = self.backend.get_added_tokens_decoder().values()
         return sorted((token.content for token in added if token.special), key=len, reverse=True)
 
+    def template(self, source: str) -> ChatTemplate:
+        return ChatTemplate(source, self.special_tokens, self.special_texts())
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def token(self, token_id: int) -> str:
         return str(self.backend.id_to_token(token_id))
+
+
+def end_of_answer_id(tokenizer: Any, template: str | None) -> int | None:
+    """The token at which a model stops that answers by `template`; see `ChatTemplate.end_of_answer`."""
+    if template is None:
+        return None
+    codec = Codec.of(tokenizer)
+    end = codec.template(template).end_of_answer()
+    return None if end is None else codec.backend.token_to_id(end)
 
 
 def default_template(tokenizer: Any) -> str | None:

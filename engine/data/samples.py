@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstream.engine.data import formats
-from tierstream.engine.data.chat import ChatTemplate, Rendered, given_template
+from tierstream.engine.data.chat import Rendered, given_template
 from tierstream.engine.data.codec import Codec, default_template
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.encode import Piece, encode
@@ -167,7 +167,7 @@ class SampleMaker:
         self._added = frozenset(codec.backend.get_added_tokens_decoder())
         self._template = None
         if recipe.chat_template is not None:
-            self._template = ChatTemplate(recipe.chat_template, codec.special_tokens, self._specials)
+            self._template = codec.template(recipe.chat_template)
         for token_id in (*codec.prefix, codec.end_of_text_id):
             self._check_id(token_id, "the start or end of every document")
 

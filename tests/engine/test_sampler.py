@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML, MARKED, byte_tokenizer
+from support.chat_templates import CHATML, MARKED, SPECIALS, byte_tokenizer
 from support.rig import tiny_config
 from support.runs import VOCABULARY, final_planes, make_run, records, train
 
@@ -123,8 +123,19 @@ def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     hf_config = tiny_config("qwen3", vocab_size=512)
     for name, template in (("one", CHATML), ("several", {"default": CHATML, "tools": MARKED})):
         config.data.tokenizer = str(byte_tokenizer(tmp_path / name, template=template))
-        ids.append(Prompts(config, tmp_path, set(), hf_config).ids)
+        prompts = Prompts(config, tmp_path, set(), hf_config)
+        ids.append((prompts.ids, prompts.end_ids))
     assert ids[0] == ids[1]
+
+
+def test_an_answer_ends_with_its_turn(tmp_path: Path) -> None:
+    """The end of a text, `</s>` here, is another token."""
+    config, hf_config = sampled(tmp_path), tiny_config("qwen3", vocab_size=512, eos_token_id=None)
+    config.data.tokenizer = str(byte_tokenizer(tmp_path / "tokenizer", eos="</s>", template=CHATML))
+    end_of_text, end_of_turn = 256 + SPECIALS.index("</s>"), 256 + SPECIALS.index("<|im_end|>")
+    for chat, ends in ((False, {end_of_text}), (True, {end_of_text, end_of_turn})):
+        config.sample.chat = chat
+        assert Prompts(config, tmp_path, set(), hf_config).end_ids == ends
 
 
 @pytest.mark.parametrize(

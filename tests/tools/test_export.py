@@ -132,7 +132,9 @@ def test_shards_of_a_size(command: Command, finished: FinishedRun, tmp_path: Pat
 def test_tokenizer_has_the_template_that_was_trained_with(
     command: Command, tmp_path: Path, own: str | dict[str, str] | None
 ) -> None:
-    """Its file is gone when the model is exported; the other templates of the tokenizer stay."""
+    """Its file is gone when the model is exported; the other templates of the tokenizer stay. `generate` ends
+    an answer as training did.
+    """
     config, file = make_run(tmp_path, steps=1), tmp_path / "template.jinja"
     config.data.tokenizer = str(byte_tokenizer(tmp_path / "tokenizer", template=own))
     config.data.chat_template = str(file)
@@ -141,4 +143,6 @@ def test_tokenizer_has_the_template_that_was_trained_with(
     file.unlink()
     assert command.run("export", config.run_dir, str(tmp_path / "out"))[0] == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ends = transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|endoftext|>", "<|im_end|>"]
     assert tokenizer.chat_template == ({**own, "default": CHATML} if isinstance(own, dict) else CHATML)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import chat_templates as styles
 
-from tierstream.engine.data.codec import Codec
+from tierstream.engine.data.codec import Codec, end_of_answer_id
 from tierstream.engine.data.files import cut_jobs, fingerprint_files
 from tierstream.engine.data.samples import UNTRAINED, Recipe, SampleMaker
 from tierstream.engine.data.tokenizer import load_tokenizer
@@ -340,3 +340,23 @@ def test_weight_0_and_a_prompt_of_messages_are_context(tmp_path: Path) -> None:
 def test_the_date_of_a_template_is_always_the_same(tmp_path: Path) -> None:
     (ids,), _ = make(tmp_path, "{{ strftime_now('%d %b %Y') }} " + styles.CHATML, [conversation(TWO_TURNS)])
     assert decoded(tmp_path, ids)[0][1].startswith("01 Jan 2026 <|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (styles.CHATML, "<|im_end|>"),
+        (styles.MARKED, "<|im_end|>"),
+        (styles.LLAMA3, "<|eot_id|>"),
+        (styles.MISTRAL, "</s>"),
+        (styles.GEMMA, "<end_of_turn>"),
+        (styles.PHI, "<|end|>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        ("{{ raise_exception('No') }}", None),
+    ],
+)
+def test_token_at_which_an_answer_ends(tmp_path: Path, template: str, end: str | None) -> None:
+    eos = "</s>" if template == styles.MISTRAL else "<|endoftext|>"
+    tokenizer = load_tokenizer(styles.byte_tokenizer(tmp_path, eos=eos))
+    found = end_of_answer_id(tokenizer, template)
+    assert (None if found is None else tokenizer.convert_ids_to_tokens(found)) == end
