@@ -19,7 +19,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data.chat import given_template
 from tierstream.engine.data.holdout import hold_out
-from tierstream.engine.data.prepare import check_packing, open_data
+from tierstream.engine.data.prepare import check_packing, open_data, position_warning
 from tierstream.engine.data.rows import Batch as PackedBatch
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.shards import TokenStore
@@ -106,9 +106,7 @@ class Run:
         profile = load_profile(config.tiers)
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
-        rows, eval_rows = _open_rows(
-            config, directory, hf_config.vocab_size, callbacks, state.get("data_cursor"), parts
-        )
+        rows, eval_rows = _open_rows(config, directory, hf_config, callbacks, state.get("data_cursor"), parts)
         checkpoint.check_same_data(state.get("data_fingerprint"), rows.fingerprint)
         check_schedule(config.optimizer, _total_steps(config, rows))
         for line in explain_profile(config.tiers, profile):
@@ -300,7 +298,7 @@ class _RunIdentity:
 def _open_rows(
     config: RunConfig,
     directory: RunDirectory,
-    vocab_size: int,
+    hf_config: Any,
     callbacks: Callbacks,
     cursor: dict[str, Any] | None,
     parts: ExitStack,
@@ -311,6 +309,9 @@ def _open_rows(
     rows: Rows | StreamedRows
     held: list[TokenStore] = []
     check_eval_files(config.eval)
+    if (warning := position_warning(config.data, hf_config)) is not None:
+        callbacks.on_event(f"warning: {warning}")
+    vocab_size = hf_config.vocab_size
     if config.data.streaming:
         rows = open_stream(
             *settings, vocab_size=vocab_size, rows_per_step=rows_per_step, seed=seed, cursor=cursor

@@ -96,6 +96,17 @@ def _find_entries(names: Sequence[str]) -> list[list[Path]]:
     return entries
 
 
+def position_warning(data: DataConfig, hf_config: Any) -> str | None:
+    """What to say where a document of a row may be longer than the model has positions; None: nothing."""
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if positions is None or data.seq_len <= positions:
+        return None
+    return (
+        f"data.seq_len is {data.seq_len}, and the model is made for {positions} positions "
+        "(max_position_embeddings): what is longer than that is trained on where it may have learnt nothing"
+    )
+
+
 def check_packing(data: DataConfig, hf_config: Any) -> None:
     """Raises ConfigError: documents of a row would not be isolated.
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.families import moe_config
+from support.rig import tiny_config
+from support.runs import make_run
 
+from tierstream.engine.callbacks import Callback
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.data.prepare import check_packing, open_data, tokenizer_directory
+from tierstream.engine.data.prepare import check_packing, open_data, position_warning, tokenizer_directory
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.tokenizer import load_tokenizer
 from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import ConfigError, DataError
 
 
@@ -144,3 +149,17 @@ def test_layers_that_carry_a_state_over_documents_are_refused() -> None:
         check_packing(data, recurrent)
     check_packing(DataConfig(files=["a"], packing="none"), recurrent)
     check_packing(DataConfig(files=["a"], isolate_documents=False), recurrent)
+
+
+def test_rows_longer_than_the_positions_of_the_model_are_told(tmp_path: Path) -> None:
+    """The tiny model has 64."""
+    config, told = make_run(tmp_path, steps=1), list[str]()
+    assert position_warning(replace(config.data, seq_len=64), tiny_config()) is None
+    config.data.seq_len, config.train.rows_per_step, config.train.rows_per_chunk = 65, 1, None
+
+    class Told(Callback):
+        def on_event(self, text: str) -> None:
+            told.append(text)
+
+    Trainer(config, [Told()]).run()
+    assert any(text.startswith("warning: data.seq_len is 65, and the model is made for 64") for text in told)
