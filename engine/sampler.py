@@ -11,8 +11,9 @@ import torch
 
 from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
-from tierstream.engine.data.chat import given_template
-from tierstream.engine.data.codec import default_template, end_of_answer_id
+from tierstream.engine.data.chat import ChatTemplate, given_template
+from tierstream.engine.data.codec import Codec, default_template, end_of_answer_id
+from tierstream.engine.data.formats import Conversation
 from tierstream.engine.data.prepare import tokenizer_directory
 from tierstream.engine.data.tokenizer import document_prefix, load_tokenizer
 from tierstream.engine.generation import Draw, generate, greedy
@@ -34,6 +35,7 @@ class Prompts:
 
     Raises:
         ConfigError: a chat template is missing, or a prompt does not fit into the model.
+        DataError: the chat template fails.
     """
 
     def __init__(self, config: RunConfig, directory: Path, formats: set[str], hf_config: Any) -> None:
@@ -49,9 +51,11 @@ class Prompts:
                 "sample.chat is true, but the tokenizer has no chat template; name a file in "
                 "data.chat_template, or set sample.chat to false"
             )
-        self.ids = [self._encode(text, template if chat else None) for text in self.texts]
+        template = template if chat else None
+        asked = None if template is None else Codec.of(self._tokenizer).template(template)
+        self.ids = [self._encode(text, asked) for text in self.texts]
         ends = hf_config.eos_token_id
-        answer_end = end_of_answer_id(self._tokenizer, template if chat else None)
+        answer_end = end_of_answer_id(self._tokenizer, template)
         ends = [*(ends if isinstance(ends, list) else [ends]), self._tokenizer.eos_token_id, answer_end]
         self.end_ids = set(ends) - {None}
         self._check(config.sample.max_tokens, hf_config)
@@ -61,16 +65,11 @@ class Prompts:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def _encode(self, text: str, template: str | None) -> list[int]:
+    def _encode(self, text: str, template: ChatTemplate | None) -> list[int]:
         tokenizer = self._tokenizer
         if template is None:
             return [*document_prefix(tokenizer), *tokenizer(text, add_special_tokens=False).input_ids]
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            chat_template=template,
-            add_generation_prompt=True,
-            tokenize=False,
-        )
+        rendered = template.prompt(Conversation([{"role": "user", "content": text}]))
         return list(tokenizer(rendered, add_special_tokens=False).input_ids)
 
     def _check(self, max_tokens: int, hf_config: Any) -> None:

@@ -102,6 +102,10 @@ class ChatTemplate:
         chosen = turns[-1:] if rewritten_turns == "last" else turns
         return [Rendered(turn.text, turn.spans, rewritten=True) for turn in chosen]
 
+    def prompt(self, conversation: Conversation) -> str:
+        """What the model sees when it is to answer. Raises DataError: the template fails."""
+        return self._run(conversation, len(conversation.messages), prompt=True)[0]
+
     def end_of_answer(self) -> str | None:
         """The special token at which a model stops that was trained on answers of this template; None: it
         says none.
