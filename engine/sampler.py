@@ -34,7 +34,7 @@ class Prompts:
         formats: of the records that are trained on.
 
     Raises:
-        ConfigError: a chat template is missing, or a prompt does not fit into the model.
+        ConfigError: a chat template is missing or no Jinja, or a prompt does not fit into the model.
         DataError: the chat template fails.
     """
 

@@ -18,7 +18,7 @@ from typing import Any
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.files import read_text
 from tierstream.engine.data.formats import Conversation, Message
-from tierstream.io.errors import DataError
+from tierstream.io.errors import ConfigError, DataError, TierstreamError
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BLOCK, _QUOTED = re.compile(r"\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\}", re.DOTALL), re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -77,6 +77,7 @@ class ChatTemplate:
             rewritten_turns: split, last or error, as `DataConfig.rewritten_turns`.
 
         Raises:
+            ConfigError: the template is no Jinja.
             DataError: the template fails, leaves something out, renders None as a word, or begins an answer
                 in another way than its prompt ends; earlier turns are rendered anew and that is an error.
         """
@@ -103,7 +104,7 @@ class ChatTemplate:
         return [Rendered(turn.text, turn.spans, rewritten=True) for turn in chosen]
 
     def prompt(self, conversation: Conversation) -> str:
-        """What the model sees when it is to answer. Raises DataError: the template fails."""
+        """What the model sees when it is to answer. Raises ConfigError, DataError: as `render`."""
         return self._run(conversation, len(conversation.messages), prompt=True)[0]
 
     def end_of_answer(self) -> str | None:
@@ -113,7 +114,7 @@ class ChatTemplate:
         asked = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         try:
             answer = self._turn(asked, 1, self._run(asked, 2)[0])
-        except DataError:
+        except TierstreamError:
             return None
         found = self._turn_end.search(answer.text, answer.spans[0][0])
         return found[1] if found else None
@@ -122,6 +123,7 @@ class ChatTemplate:
         self, conversation: Conversation, turns: int, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render the first `turns` messages; `prompt`: and what an answer begins with."""
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # its annotation says less than it returns
@@ -134,6 +136,11 @@ class ChatTemplate:
                 return_assistant_tokens_mask=marks,
                 **self._special_tokens,
             )
+        except TemplateSyntaxError as error:  # whatever the record
+            raise ConfigError(
+                f"the chat template is no Jinja template: line {error.lineno}: {error.message}; correct it, "
+                "or name a file with another one (data.chat_template)"
+            ) from error
         except Exception as error:  # whatever the code in a template raises
             reason = " ".join(str(error).split())[:300]
             raise DataError(f"the chat template fails: {reason} ({type(error).__name__})") from error

@@ -18,7 +18,7 @@ from tierstream.engine.metrics import PlanReport, Sample
 from tierstream.engine.sample_config import SampleConfig
 from tierstream.engine.sampler import Prompts
 from tierstream.engine.trainer import Trainer
-from tierstream.io.errors import ConfigError, DataError
+from tierstream.io.errors import ConfigError
 from tierstream.tools.live import ConsoleCallback
 
 PROMPTS = ["the tier", "every page of the small"]
@@ -121,7 +121,7 @@ def test_conversations_have_the_template_by_themselves(tmp_path: Path) -> None:
 def test_a_template_that_fails_is_told(tmp_path: Path) -> None:
     config = sampled(tmp_path, chat=True)
     config.data.tokenizer = str(byte_tokenizer(tmp_path / "tokenizer", template="{{ messages"))
-    with pytest.raises(DataError, match=r"the chat template fails: unexpected end of template"):
+    with pytest.raises(ConfigError, match=r"the chat template is no Jinja template: line 1: unexpected end"):
         Prompts(config, tmp_path, set(), tiny_config("qwen3", vocab_size=512))
 
 
