@@ -94,6 +94,11 @@ class TiersConfig:
             raise ConfigError(
                 f"tiers.nvme_dirs is {self.nvme_dirs}; name each directory once, or null for none"
             )
+        if self.require_path is not None and self.nvme_dirs is None:
+            raise ConfigError(
+                f"tiers.require_path is {self.require_path}, but no drive is named; name some in "
+                "tiers.nvme_dirs, or leave it out"
+            )
         if self.page is not None and (self.page <= 0 or self.page % PAGE_ALIGN_BYTES):
             raise ConfigError(
                 f"tiers.page is {int(self.page)} bytes; it must be a positive multiple of {PAGE_ALIGN_BYTES}"

@@ -202,6 +202,8 @@ def test_resume_in_short(run: Command, option: str) -> None:
          "nothing; set clip_norm to null, or check_finite to true"),
         ("", "--run-dir=", "run.yaml with the options given: run_dir is empty; name a directory, or . for "
          "the current one"),
+        ("tiers: {require_path: gds}", "", "run.yaml: tiers.require_path is gds, but no drive is named; name "
+         "some in tiers.nvme_dirs, or leave it out"),
         ("tiers: {nvme_dirs: ['']}", "", "run.yaml: tiers.nvme_dirs is ['']; name each directory once, or "
          "null for none"),
         ("", "--train.steps 0", "run.yaml with the options given: train.steps is 0; it must be >= 1"),
