@@ -48,6 +48,7 @@ _REMEDIES = {
     errno.EROFS: "the file system is mounted read-only: choose another directory",
     errno.EMFILE: "too many files are open in this process: raise `ulimit -n`",
     errno.ELOOP: "its symbolic links lead in a circle",
+    errno.ENOTDIR: "a part of this path is a file: name another",
     errno.EIO: "the drive failed or was taken away: see `dmesg`",
 }
 

@@ -59,7 +59,7 @@ def test_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "Not a directory (errno 20); name a directory, not a file" in refusal(tmp_path / "file")
-    assert "Not a directory" in refusal(tmp_path / "file" / "below")
+    assert "a part of this path is a file: name another" in refusal(tmp_path / "file" / "below")
 
 
 def test_a_circle_of_links(tmp_path: Path) -> None:
