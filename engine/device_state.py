@@ -4,13 +4,13 @@ when the store must be up to date.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from tierstream.engine.device import Device
 from tierstream.engine.device_kernels import TORCH_DTYPES
-from tierstream.engine.optimizer import OptimizerConfig, Verdict, adamw_settings
+from tierstream.engine.optimizer import Group, OptimizerConfig, Verdict, adamw_settings
 from tierstream.engine.trace import Trace, Track
 from tierstream.tiered.layout import Layout, Page, Unit
 from tierstream.tiered.store import Intent, Store
@@ -23,6 +23,7 @@ class DeviceState:
 
     Args:
         weights: unit -> where its weights are computed with, flat bytes; they are part of the state.
+        groups: by the index that tensors have.
     """
 
     def __init__(
@@ -33,10 +34,11 @@ class DeviceState:
         units: Iterable[Unit],
         weights: Mapping[str, torch.Tensor],
         config: OptimizerConfig,
+        groups: Sequence[Group],
         trace: Trace,
     ) -> None:
         self._device, self._store, self._layout = device, store, layout
-        self._config, self._trace = config, trace
+        self._config, self._groups, self._trace = config, groups, trace
         self._units = {unit.name: unit for unit in units}
         self._planes: dict[tuple[str, str], torch.Tensor] = {}
         for spec in layout.planes.values():
@@ -69,8 +71,8 @@ class DeviceState:
             gradient = self._rounded(gradient)
         planes["grad"] = gradient
         with self._trace.on_lane(Track.COMPUTE, self._device.compute, "adamw", unit.name):
-            for start, end, decay in unit.decay_runs():
-                settings = adamw_settings(self._config, verdict, decay=decay)
+            for start, end, group in unit.group_runs():
+                settings = adamw_settings(self._config, verdict, self._groups[group])
                 self._device.kernels.adamw({p: values[start:end] for p, values in planes.items()}, settings)
         self._changed = True
 

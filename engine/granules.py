@@ -19,11 +19,11 @@ class Call:
     """One call of the kernel.
 
     Attributes:
-        decay: weight decay applies to these elements.
+        group: of these elements (`TensorSpec.group`).
         pieces: plane -> (index into the granule's pages, first and last byte there).
     """
 
-    decay: bool
+    group: int
     pieces: Mapping[str, tuple[int, int, int]]
 
     def planes(self, pages: Sequence[Any], dtypes: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Granule:
             self,
             uses=tuple(use for use in self.uses if use[0] not in self.gradient),
             calls=tuple(
-                Call(call.decay, {plane: piece for plane, piece in call.pieces.items() if plane != "grad"})
+                Call(call.group, {plane: piece for plane, piece in call.pieces.items() if plane != "grad"})
                 for call in self.calls
             ),
             gradient=frozenset(),
@@ -66,7 +66,7 @@ class Granule:
 
 
 def granules(layout: Layout, unit: Unit) -> list[Granule]:
-    """The unit's granules in the order of its elements; calls cross no page and no change of decay."""
+    """The unit's granules in the order of its elements; calls cross no page and no border of a group."""
     planes = sorted(  # the gradient last: without it, the others keep their places
         (plane for name, plane in layout.planes if name == unit.name), key="grad".__eq__
     )
@@ -80,7 +80,7 @@ def granules(layout: Layout, unit: Unit) -> list[Granule]:
             uses += [(page, intent) for page in layout.pages_over(unit.name, plane, start, end)]
         cuts = {start, end}
         cuts.update(k for n in per_page.values() for k in range(-(-start // n) * n, end, n))
-        cuts.update(first for first, _, _ in unit.decay_runs() if start < first < end)
+        cuts.update(first for first, _, _ in unit.group_runs() if start < first < end)
         edges = pairwise(sorted(cuts))
         calls = [_call(layout, unit, uses, planes, first, last) for first, last in edges]
         gradient = frozenset(page for page, intent in uses if intent is Intent.CONSUME)
@@ -98,7 +98,7 @@ def _call(
 ) -> Call:
     """The call for elements `[first, last)`."""
     index_of = {page: i for i, (page, _) in enumerate(uses)}
-    decay = next(rule for begin, stop, rule in unit.decay_runs() if begin <= first < stop)
+    group = next(own for begin, stop, own in unit.group_runs() if begin <= first < stop)
     pieces = {}
     for plane in planes:
         item = ITEM_BYTES[layout.spec(unit.name, plane).dtype]
@@ -106,7 +106,7 @@ def _call(
         page = Page(unit.name, plane, first // per_page)
         offset = (first - page.index * per_page) * item
         pieces[plane] = (index_of[page], offset, offset + (last - first) * item)
-    return Call(decay, pieces)
+    return Call(group, pieces)
 
 
 def device_nbytes(layout: Layout, granule: Granule) -> int:

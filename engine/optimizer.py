@@ -34,8 +34,12 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled decay of tensors with two or more dimensions; norms and biases are never decayed."""
-    no_decay: list[str] | None = None
-    """Parameters that are not decayed either, by name patterns such as model.embed_tokens.* or *.router.*"""
+    weight_decay_by_name: list[str] | None = None
+    """Other decays for some of these, each PATTERN=VALUE, such as model.embed_tokens.*=0 or *.router.*=0.01;
+    the first pattern that fits a parameter's name counts. Norms and biases are never decayed."""
+    lr_scale_by_name: list[str] | None = None
+    """Learning rates of some parameters, each PATTERN=FACTOR of the run's, such as lm_head.*=0.1; the first
+    pattern that fits a name counts."""
     clip_norm: float | None = 1.0
     """Global L2 norm that gradients are scaled down to; null: no clipping."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -85,6 +89,8 @@ class OptimizerConfig:
         for key, good, limit in checks:
             if not good:
                 raise ConfigError(f"optimizer.{key} is {getattr(self, key)}; it must be {limit}")
+        for key in ("weight_decay_by_name", "lr_scale_by_name"):
+            by_name(key, getattr(self, key))
         if self.decay_steps is not None and self.schedule != "wsd":
             raise ConfigError(
                 f"optimizer.decay_steps is {self.decay_steps} and optimizer.schedule is {self.schedule}; it "
@@ -111,6 +117,28 @@ class OptimizerConfig:
     def updates_in_backward(self) -> bool:
         """Whether a unit may be updated as soon as its own gradient is complete."""
         return self.clip_norm is None and not self.check_finite
+
+
+def by_name(key: str, texts: Iterable[str] | None) -> list[tuple[str, float]]:
+    """(pattern, value) of each `PATTERN=VALUE`, the texts of `optimizer.<key>`.
+
+    Raises:
+        ConfigError: one is something else, or its value is not finite and at least 0.
+    """
+    found = []
+    for text in texts or ():
+        pattern, _, number = (part.strip() for part in text.rpartition("="))
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not pattern or not 0 <= value < math.inf:
+            raise ConfigError(
+                f"optimizer.{key} has {text!r}; it must be PATTERN=VALUE with a finite value >= 0, such as "
+                "model.embed_tokens.*=0.1"
+            )
+        found.append((pattern, value))
+    return found
 
 
 def learning_rate(config: OptimizerConfig, applied_updates: int, total_updates: int) -> float:
@@ -165,6 +193,18 @@ class Verdict:
         return not math.isfinite(self.grad_norm)
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What AdamW does to some parameters (engine/groups.py).
+
+    Attributes:
+        lr_scale: their learning rate is the run's, times this.
+    """
+
+    lr_scale: float
+    weight_decay: float
+
+
 class AdamW(TypedDict):
     """Settings of one call of the kernel; see `tierstream._native.adamw_split`."""
 
@@ -177,11 +217,11 @@ class AdamW(TypedDict):
     grad_scale: float
 
 
-def adamw_settings(config: OptimizerConfig, verdict: Verdict, *, decay: bool) -> AdamW:
-    """Of a verdict, for elements with weight decay or without."""
+def adamw_settings(config: OptimizerConfig, verdict: Verdict, group: Group) -> AdamW:
+    """Of a verdict, for the elements of a group."""
     return {
-        "step": verdict.update, "lr": verdict.lr, "beta1": config.beta1, "beta2": config.beta2,
-        "eps": config.eps, "weight_decay": config.weight_decay if decay else 0.0,
+        "step": verdict.update, "lr": verdict.lr * group.lr_scale, "beta1": config.beta1,
+        "beta2": config.beta2, "eps": config.eps, "weight_decay": group.weight_decay,
         "grad_scale": verdict.clip_factor,
     }  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import uuid
 from contextlib import ExitStack
@@ -42,7 +41,7 @@ from tierstream.engine.runtime import Runtime, StepOutcome
 from tierstream.engine.saving import Saver
 from tierstream.engine.step_notes import StepNotes
 from tierstream.engine.trace import Trace
-from tierstream.engine.units import ModelUnits, units_of_run
+from tierstream.engine.units import units_of_run
 from tierstream.io import durable, memory
 from tierstream.io.errors import TierstreamError, TrainingStopped
 
@@ -126,8 +125,10 @@ class Run:
             applied_updates=state["applied_updates"], trace=trace,
         )  # fmt: skip
         parts.callback(runtime.close)
-        for line in (f"state: {origin}", *explain_router_losses(config.moe, model), _explain_decay(units)):
+        for line in (f"state: {origin}", *explain_router_losses(config.moe, model)):
             callbacks.on_event(line)
+        for line in units.groups.describe():
+            callbacks.on_event(f"optimizer: {line}")
         interludes = Interludes(config, rows, eval_rows, runtime, callbacks, directory, state, parts)
         first, total = int(state["step"]), _total_steps(config, rows)
         report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, first, total)
@@ -332,11 +333,6 @@ def _open_rows(
     for line in [] if eval_rows is None else eval_rows.describe():
         callbacks.on_event(f"evaluation: {line}")
     return rows, eval_rows
-
-
-def _explain_decay(units: ModelUnits) -> str:
-    left = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in units.not_decayed()})
-    return f"weight decay: {len(units.decayed())} tensors; not on {', '.join(left) or 'any'}"
 
 
 def _total_steps(config: RunConfig, rows: Rows | StreamedRows) -> int:

@@ -140,7 +140,7 @@ def _weight_pages(state_bytes: int, page_bytes: int) -> list[int]:
 
 def _layout(state_bytes: int, page_bytes: int) -> tuple[list[Unit], Layout]:
     units = [
-        pack_unit(f"layers.{index}", "bfloat16", [("weight", (pages * page_bytes // 2,), True)])
+        pack_unit(f"layers.{index}", "bfloat16", [("weight", (pages * page_bytes // 2,), 0)])
         for index, pages in enumerate(_weight_pages(state_bytes, page_bytes))
     ]
     planes = {

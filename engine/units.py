@@ -1,4 +1,4 @@
-"""Carves a transformers decoder into units, and says which parameter goes to AdamW's decayed group.
+"""Carves a transformers decoder into units.
 
 Nothing here goes by the model's name: the embedding, the layers and the output matrix are found through
 transformers' own accessors (`get_decoder`, `get_input_embeddings`, `get_output_embeddings`), and what lies
@@ -7,21 +7,21 @@ outside is the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from tierstream.io.errors import ConfigError, ModelSourceError
+from tierstream.engine.groups import Groups, find_groups
+from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import Layout, PlaneSpec, TensorSpec, Unit, pack_unit
 
 if TYPE_CHECKING:
     from tierstream.engine.moe_config import MoeConfig
-    from tierstream.engine.optimizer import OptimizerConfig
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -52,6 +52,7 @@ class ModelUnits:
     passed_by: tuple[int, ...]
     head: Unit
     tied: bool
+    groups: Groups
 
     @property
     def without_experts(self) -> tuple[Unit, ...]:
@@ -72,15 +73,8 @@ class ModelUnits:
         return sum(tensor.numel for unit in self.in_forward_order for tensor in unit.tensors)
 
     def decayed(self) -> list[str]:
-        """Parameters of which some part decays, each once."""
-        return self._named(lambda tensor: tensor.decay)
-
-    def not_decayed(self) -> list[str]:
-        return self._named(lambda tensor: not tensor.decay)
-
-    def _named(self, which: Callable[[TensorSpec], bool]) -> list[str]:
-        tensors = (tensor for unit in self.in_forward_order for tensor in unit.tensors)
-        return list(dict.fromkeys(tensor.name for tensor in tensors if which(tensor)))
+        """Parameters that weight decay moves."""
+        return [name for name, group in self.groups.of.items() if self.groups.table[group].weight_decay]
 
 
 def experts_of(layer: nn.Module) -> nn.Module | None:
@@ -115,16 +109,18 @@ def tensors_by_part(model: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[U
             yield from ((unit, part) for part in (spec.parts() if whole_stack else (spec,)))
 
 
-def find_units(model: Any, *, experts_apart: bool = True, no_decay: Sequence[str] = ()) -> ModelUnits:
+def find_units(
+    model: Any, *, experts_apart: bool = True, optimizer: OptimizerConfig | None = None
+) -> ModelUnits:
     """Units of a causal language model built by transformers (on any device, `meta` included).
 
     Args:
         experts_apart: each expert is a unit; else those of a layer are part of it.
-        no_decay: patterns of parameters that are not decayed besides those of one dimension.
+        optimizer: its groups decide where a tensor lies in its unit. None: the default one.
 
     Raises:
         ModelSourceError: the model has no decoder layers, or parameters that tierstream cannot stream yet.
-        ConfigError: no parameter has a name that fits a pattern.
+        ConfigError: see `find_groups`.
     """
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
@@ -134,7 +130,7 @@ def find_units(model: Any, *, experts_apart: bool = True, no_decay: Sequence[str
         raise ModelSourceError(
             f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
         )
-    packer = _Packer(model, experts_apart, _matching(model, no_decay))
+    packer = _Packer(model, experts_apart, optimizer or OptimizerConfig())
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
     of_embedding = list(embedding.parameters())
     outside = [
@@ -151,37 +147,28 @@ def find_units(model: Any, *, experts_apart: bool = True, no_decay: Sequence[str
         passed_by=tuple(packer.passed_by(layer) for layer in layers),
         head=embed if tied else packer.whole(HEAD, outside),
         tied=tied,
+        groups=packer.groups,
     )
 
 
 def units_of_run(model: Any, moe: MoeConfig, optimizer: OptimizerConfig) -> ModelUnits:
-    """`find_units` as the settings of a run want it: what decays decides where a tensor lies in its unit."""
-    return find_units(model, experts_apart=moe.experts_apart, no_decay=optimizer.no_decay or ())
-
-
-def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Names of parameters that fit any of the patterns; each must fit one."""
-    names = [name for name, _ in model.named_parameters()]
-    found = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
-    for pattern, fitting in found.items():
-        if not fitting:
-            raise ConfigError(
-                f"optimizer.no_decay has {pattern!r}, and no parameter of {type(model).__name__} has such a "
-                f"name; they are like {names[0]} and {names[len(names) // 2]}"
-            )
-    return {name for fitting in found.values() for name in fitting}
+    """`find_units` as the settings of a run want it."""
+    return find_units(model, experts_apart=moe.experts_apart, optimizer=optimizer)
 
 
 class _Packer:
-    """Makes units of a model's parameters. `no_decay`: names."""
+    """Makes units of a model's parameters."""
 
-    def __init__(self, model: Any, experts_apart: bool, no_decay: Collection[str]) -> None:
-        self._kind, self._apart, self._no_decay = type(model).__name__, experts_apart, no_decay
+    def __init__(self, model: Any, experts_apart: bool, optimizer: OptimizerConfig) -> None:
+        self._kind, self._apart = type(model).__name__, experts_apart
         self._active = getattr(model.config, "num_experts_per_tok", None)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         modules = (experts_of(layer) for layer in model.get_decoder().layers)
         stacks = [p for module in modules if module for p in module.parameters(recurse=False)]
         self._stacks = {id(p) for p in stacks}
+        # A stack of vectors is a matrix by accident.
+        vectors = {n for n, p in model.named_parameters() if p.dim() - (id(p) in self._stacks) < 2}
+        self.groups = find_groups(list(self._names.values()), vectors, optimizer, self._kind)
         fewest, active = min((len(p) for p in stacks), default=1), self._active or 1
         if fewest < active:
             raise ModelSourceError(
@@ -217,7 +204,7 @@ class _Packer:
         return (len(stacks[0]) - self._active) * sum(p[0].numel() for p in stacks)
 
     def _expert(self, unit_name: str, stacks: Sequence[nn.Parameter], index: int) -> Unit:
-        tensors = [(self._names[id(p)], tuple(p.shape[1:]), self._decays(p)) for p in stacks]
+        tensors = [(self._names[id(p)], tuple(p.shape[1:]), self._group(p)) for p in stacks]
         return pack_unit(unit_name, self._dtype(unit_name, stacks), tensors, part=index)
 
     def _by_type(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> tuple[Unit, tuple[Unit, ...]]:
@@ -230,13 +217,11 @@ class _Packer:
         return self._pack(unit_name, main), tuple(beside)
 
     def _pack(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> Unit:
-        tensors = [(self._names[id(p)], tuple(p.shape), self._decays(p)) for p in parameters]
+        tensors = [(self._names[id(p)], tuple(p.shape), self._group(p)) for p in parameters]
         return pack_unit(unit_name, self._dtype(unit_name, parameters), tensors)
 
-    def _decays(self, parameter: nn.Parameter) -> bool:
-        """Matrices do; a stack of vectors is a matrix by accident."""
-        matrix = parameter.dim() - (id(parameter) in self._stacks) >= 2
-        return matrix and self._names[id(parameter)] not in self._no_decay
+    def _group(self, parameter: nn.Parameter) -> int:
+        return self.groups.of[self._names[id(parameter)]]
 
     def _dtype(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> str:
         kinds = {p.dtype for p in parameters}

@@ -24,7 +24,7 @@ from tierstream.engine.granules import (
     device_nbytes,
     granules,
 )
-from tierstream.engine.optimizer import AdamW, OptimizerConfig, Verdict, adamw_settings
+from tierstream.engine.optimizer import AdamW, Group, OptimizerConfig, Verdict, adamw_settings
 from tierstream.engine.trace import Trace, Track
 from tierstream.engine.update_queue import UNITS_AHEAD, UpdateQueue, Work
 from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout, Page, Unit, round_up
@@ -40,6 +40,7 @@ class UpdateDriver:
 
     Args:
         units: those whose state is in the store, in forward order.
+        groups: by the index that tensors have.
         threads: CPU threads of the kernel.
     """
 
@@ -50,10 +51,11 @@ class UpdateDriver:
         units: Sequence[Unit],
         device: Device,
         config: OptimizerConfig,
+        groups: Sequence[Group],
         threads: int,
         trace: Trace,
     ) -> None:
-        self._config, self._trace = config, trace
+        self._config, self._groups, self._trace = config, groups, trace
         self._granules = {unit.name: granules(layout, unit) for unit in units}
         self._idle = {
             name: [granule.without_gradient() for granule in own] for name, own in self._granules.items()
@@ -123,7 +125,7 @@ class UpdateDriver:
                     return
                 granule, verdicts = taken
                 settings = [
-                    [adamw_settings(self._config, verdict, decay=call.decay) for verdict in verdicts]
+                    [adamw_settings(self._config, own, self._groups[call.group]) for own in verdicts]
                     for call in granule.calls
                 ]
                 worker.update(granule, settings, queue, trace, track)

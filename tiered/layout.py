@@ -41,7 +41,7 @@ class TensorSpec:
 
     Attributes:
         offset: in elements.
-        decay: AdamW's weight decay applies to it.
+        group: which of the run's optimizer settings apply to it.
         part: the parameter `name` is a stack, and this is the element of this index along its first
             dimension, which `shape` does not have; None: it is the whole parameter.
     """
@@ -49,7 +49,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     offset: int
-    decay: bool
+    group: int
     part: int | None = None
 
     @property
@@ -65,7 +65,7 @@ class TensorSpec:
         count, *shape = self.shape
         numel = prod(shape)
         return tuple(
-            TensorSpec(self.name, tuple(shape), self.offset + part * numel, self.decay, part)
+            TensorSpec(self.name, tuple(shape), self.offset + part * numel, self.group, part)
             for part in range(count)
         )
 
@@ -79,36 +79,36 @@ class Unit:
     tensors: tuple[TensorSpec, ...]
     numel: int
 
-    def decay_runs(self) -> list[tuple[int, int, bool]]:
-        """Contiguous element ranges `(start, end, decay)` that cover `[0, numel)`.
+    def group_runs(self) -> list[tuple[int, int, int]]:
+        """Contiguous element ranges `(start, end, group)` that cover `[0, numel)`.
 
         Padding joins the run before it.
         """
-        runs: list[tuple[int, int, bool]] = []
+        runs: list[tuple[int, int, int]] = []
         for tensor in self.tensors:
-            if runs and runs[-1][2] == tensor.decay:
-                runs[-1] = (runs[-1][0], tensor.end, tensor.decay)
+            if runs and runs[-1][2] == tensor.group:
+                runs[-1] = (runs[-1][0], tensor.end, tensor.group)
             else:
                 if runs:
                     runs[-1] = (runs[-1][0], tensor.offset, runs[-1][2])
-                runs.append((0 if not runs else tensor.offset, tensor.end, tensor.decay))
+                runs.append((0 if not runs else tensor.offset, tensor.end, tensor.group))
         if runs:
             runs[-1] = (runs[-1][0], self.numel, runs[-1][2])
         return runs
 
 
 def pack_unit(
-    name: str, dtype: str, tensors: Iterable[tuple[str, Sequence[int], bool]], part: int | None = None
+    name: str, dtype: str, tensors: Iterable[tuple[str, Sequence[int], int]], part: int | None = None
 ) -> Unit:
-    """Pack `(name, shape, decay)` tensors into a unit, decayed first: each rule is one contiguous run.
+    """Pack `(name, shape, group)` tensors into a unit, sorted by group: each is one contiguous run.
 
     Args:
         part: of all of them; see `TensorSpec`.
     """
     specs: list[TensorSpec] = []
     end = 0
-    for tensor_name, shape, decay in sorted(tensors, key=lambda item: not item[2]):
-        spec = TensorSpec(tensor_name, tuple(shape), end, decay, part)
+    for tensor_name, shape, group in sorted(tensors, key=lambda item: item[2]):
+        spec = TensorSpec(tensor_name, tuple(shape), end, group, part)
         specs.append(spec)
         end = round_up(spec.end, TENSOR_ALIGN_ELEMENTS)
     return Unit(name, dtype, tuple(specs), round_up(end, UNIT_ALIGN_ELEMENTS))

@@ -1,7 +1,7 @@
 """`manifest.json` of a snapshot: what must be in the directory, to the byte. Written last.
 
 {"crc32c": <of the compact JSON text of "manifest", keys sorted>,
- "manifest": {"format": "tierstream snapshot", "version": 2, "page_bytes": ...,
+ "manifest": {"format": "tierstream snapshot", "version": 3, "page_bytes": ...,
               "planes": [{"unit": ..., "plane": ..., "dtype": ..., "numel": ..., "tensors": [...],
                           "crc32c": [per page; null: never written, all zeros, no file]}, ...],
               "state": {...}}}
@@ -19,7 +19,7 @@ from tierstream.io.errors import CheckpointError, InvariantError
 from tierstream.tiered.layout import ITEM_BYTES, Layout, Page, PlaneSpec, TensorSpec
 
 _FORMAT = "tierstream snapshot"
-_VERSION = 2
+_VERSION = 3
 
 #: Per page its CRC-32C, or None for a page of zeros that has no file.
 Checksums = Mapping[Page, int | None]

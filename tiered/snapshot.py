@@ -189,7 +189,7 @@ def _describe(tensor: TensorSpec | None) -> str:
     if tensor is None:
         return "nothing"
     name = tensor.name if tensor.part is None else f"{tensor.name}[{tensor.part}]"
-    return f"{name} {list(tensor.shape)} at {tensor.offset}{' with decay' if tensor.decay else ''}"
+    return f"{name} {list(tensor.shape)} at {tensor.offset}, group {tensor.group}"
 
 
 def _check_size(root: str, page: Page, nbytes: int) -> None:

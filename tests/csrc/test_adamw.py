@@ -1,6 +1,5 @@
 """AdamW against torch.optim.AdamW, the split master against the fp32 one, and what must not change a bit."""
 
-import platform
 import threading
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.native import LENGTHS, Planes, from_bf16, same_bits, to_bf16
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.torch_adamw import CorrectlyRoundedSqrt, needs_torch_fma, one_torch_thread, padded  # noqa: F401
 
 from tierstream import _native
 
@@ -31,31 +30,13 @@ SETTINGS = [
     pytest.param({"lr": 0.0}, id="lr-zero"),
 ]
 
-# Without AVX2 torch's kernels on x86 have no fused multiply-add, and round otherwise.
-needs_torch_fma = pytest.mark.skipif(
-    platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="torch runs without vector instructions on this CPU",
-)
-
-
-class CorrectlyRoundedSqrt(TorchDispatchMode):
-    """Replaces torch's sqrt, which MKL rounds wrongly in about one of six numbers, by IEEE 754's."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.sqrt.default:
-            return torch.from_numpy(np.sqrt(args[0].numpy()))
-        return func(*args, **(kwargs or {}))
-
 
 class TorchAdamW:
-    """torch.optim.AdamW on a copy of the planes.
-
-    Torch computes the last few elements of a tensor without fma: zeros are appended to be those.
-    """
+    """torch.optim.AdamW on a copy of the planes."""
 
     def __init__(self, planes: Planes, settings: dict[str, Any]) -> None:
         self.count = planes.master.size
-        self.param = torch.nn.Parameter(self.padded(planes.master))
+        self.param = torch.nn.Parameter(padded(planes.master))
         self.grad_scale = settings["grad_scale"]
         self.optimizer = torch.optim.AdamW(
             [self.param],
@@ -67,26 +48,13 @@ class TorchAdamW:
             fused=False,
         )
 
-    def padded(self, values: np.ndarray) -> torch.Tensor:
-        size = (self.count // 4096 + 1) * 4096
-        return torch.from_numpy(np.concatenate([values, np.zeros(size - self.count, np.float32)]))
-
     def step(self, grad: np.ndarray) -> None:
-        self.param.grad = self.padded(grad).mul_(self.grad_scale)
+        self.param.grad = padded(grad).mul_(self.grad_scale)
         self.optimizer.step()
 
     def plane(self, name: str) -> np.ndarray:
         tensor = self.param.detach() if name == "master" else self.optimizer.state[self.param][name]
         return tensor.numpy()[: self.count]
-
-
-@pytest.fixture
-def one_torch_thread():
-    """Torch cuts a tensor for its threads anywhere, and so has elements without fma inside it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def native_step(planes: Planes, step: int, grad: np.ndarray, settings: dict[str, Any], weight=None) -> None:
@@ -119,8 +87,8 @@ def test_torch_with_its_own_sqrt_differs_by_rounding_only() -> None:
         before = planes.master.copy()
         oracle.optimizer.state[oracle.param] = {
             "step": torch.tensor(float(step - 1)),
-            "exp_avg": oracle.padded(planes.exp_avg),
-            "exp_avg_sq": oracle.padded(planes.exp_avg_sq),
+            "exp_avg": padded(planes.exp_avg),
+            "exp_avg_sq": padded(planes.exp_avg_sq),
         }
         native_step(planes, step, grad, DEFAULTS)
         oracle.step(grad)

@@ -27,6 +27,15 @@ def test_frozen_experts_are_another_run_unless_that_is_wanted() -> None:
     check_same_run(settings(), settings(idle="frozen"), ["moe.idle"])
 
 
+def test_groups_that_changed_are_listed_with_their_patterns() -> None:
+    saved, now = settings(), settings()
+    now["optimizer"] |= {"lr_scale_by_name": ["lm_head.*=0.1"]}
+    said = r"optimizer\.lr_scale_by_name: None in the checkpoint, \['lm_head\.\*=0\.1'\] now"
+    with pytest.raises(CheckpointError, match=said):
+        check_same_run(saved, now, None)
+    check_same_run(saved, now, ["optimizer.lr_scale_by_name"])
+
+
 def test_no_setting_lets_whole_layers_go_on_from_single_experts() -> None:
     with pytest.raises(CheckpointError, match=r"is experts in the checkpoint and layers now.*export"):
         check_same_run(settings(), settings(stream="layers"), ["moe.stream"])

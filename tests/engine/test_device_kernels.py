@@ -25,6 +25,7 @@ SETTINGS: list[dict[str, float]] = [
     {"weight_decay": 0.0, "grad_scale": 0.3712345},
     {"beta1": 0.3, "beta2": 0.5, "eps": 1e-3, "lr": 0.1},
     {"beta1": 0.0, "beta2": 0.0},
+    {"lr": 0.0},
 ]
 
 _SHIM = """

@@ -20,7 +20,7 @@ SHAPES = [(5, 7), (3,), (11, 2)]
 
 def unit_of(name: str) -> Unit:
     """With gaps: between its tensors, which begin at multiples of 128 elements, and at its end."""
-    return pack_unit(name, "bfloat16", [(f"{name}.{i}", shape, True) for i, shape in enumerate(SHAPES)])
+    return pack_unit(name, "bfloat16", [(f"{name}.{i}", shape, 0) for i, shape in enumerate(SHAPES)])
 
 
 def dirty(numel: int) -> torch.Tensor:

@@ -37,9 +37,9 @@ def test_granules_cover_every_element_of_every_plane_once(
         planes = [plane for name, plane in layout.planes if name == unit.name]
         seen = {plane: [0] * unit.numel for plane in planes}
         used = []
-        decayed = [False] * unit.numel
-        for start, end, decay in unit.decay_runs():
-            decayed[start:end] = [decay] * (end - start)
+        groups = [-1] * unit.numel
+        for start, end, group in unit.group_runs():
+            groups[start:end] = [group] * (end - start)
         for granule in granules(layout, unit):
             used += [page for page, _ in granule.uses]
             assert len(granule.uses) <= 9
@@ -56,7 +56,7 @@ def test_granules_cover_every_element_of_every_plane_once(
                     spans.add((begin, begin + (last - first) // item))
                     for element in range(begin, begin + (last - first) // item):
                         seen[plane][element] += 1
-                        assert decayed[element] is call.decay
+                        assert groups[element] == call.group
                 assert len(spans) == 1
         assert all(count == 1 for plane in planes for count in seen[plane])
         assert len(used) == len(set(used)) == sum(layout.page_count(unit.name, plane) for plane in planes)

@@ -149,9 +149,7 @@ def test_threads_may_share_pages(tmp_path: Path) -> None:
 
 
 def one_tensor_units(model: Any) -> list[Unit]:
-    return [
-        pack_unit(name, "float32", [(name, tuple(p.shape), True)]) for name, p in model.named_parameters()
-    ]
+    return [pack_unit(name, "float32", [(name, tuple(p.shape), 0)]) for name, p in model.named_parameters()]
 
 
 #: What a family draws by a rule of its own.

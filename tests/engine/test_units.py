@@ -1,4 +1,4 @@
-"""What becomes a unit, and what AdamW decays."""
+"""What becomes a unit, and which matrices AdamW decays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.families import MOE_FAMILIES, moe_config
 from support.rig import tiny_config
 
 from tierstream.engine.units import build_layout, find_units
-from tierstream.io.errors import ConfigError, ModelSourceError
+from tierstream.io.errors import ModelSourceError
 
 
 def meta(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -41,7 +41,7 @@ def test_only_matrices_are_decayed() -> None:
         model = meta(tiny_config(family))
         units = find_units(model)
         assert set(units.decayed()) == {name for name, p in model.named_parameters() if p.dim() >= 2}
-        left = units.not_decayed()
+        left = [name for name, _ in model.named_parameters() if name not in units.decayed()]
         assert any("norm" in name for name in left)
         assert any(("bias" in name) or ("q_norm" in name) for name in left)
 
@@ -60,36 +60,14 @@ def test_only_matrices_of_a_mixture_are_decayed(family: str, apart: bool) -> Non
     assert not [name for name in matrices if "norm" in name or name.endswith(("bias", "sinks"))]
 
 
-def test_patterns_spare_further_parameters() -> None:
-    model = meta(moe_config("qwen3_moe"))
-    everywhere, units = (
-        find_units(model),
-        find_units(model, no_decay=["model.embed_tokens.*", "*.experts.down_proj"]),
-    )
-    spared = {
-        name for name, _ in model.named_parameters() if "embed_tokens" in name or "experts.down" in name
-    }
-    assert len(spared) == 3
-    assert set(units.decayed()) == set(everywhere.decayed()) - spared
-    assert spared <= set(units.not_decayed())
-
-
-def test_a_pattern_that_fits_nothing_is_refused() -> None:
-    said = (
-        r"no_decay has 'embed_tokens\.\*', and no parameter of LlamaForCausalLM .* like model\.embed_tokens"
-    )
-    with pytest.raises(ConfigError, match=said):
-        find_units(meta(tiny_config()), no_decay=["*norm*", "embed_tokens.*"])
-
-
-def test_decay_runs_cover_every_element_once_with_the_rule_of_its_tensor() -> None:
+def test_group_runs_cover_every_element_once_with_the_group_of_its_tensor() -> None:
     for unit in find_units(meta(tiny_config("qwen2"))).in_forward_order:
-        runs = unit.decay_runs()
+        runs = unit.group_runs()
         assert runs[0][0] == 0
         assert runs[-1][1] == unit.numel
         assert all(a[1] == b[0] for a, b in itertools.pairwise(runs))
         for tensor in unit.tensors:
-            assert [d for s, e, d in runs if s <= tensor.offset and tensor.end <= e] == [tensor.decay]
+            assert [g for s, e, g in runs if s <= tensor.offset and tensor.end <= e] == [tensor.group]
 
 
 def test_bytes_per_parameter_are_those_of_the_design() -> None:
@@ -137,7 +115,7 @@ def test_every_expert_is_a_unit(family: str) -> None:
                 assert tensor.shape == tuple(parameters[tensor.name].shape[1:])
                 assert tensor.part is not None
                 parts.setdefault(tensor.name, []).append(tensor.part)
-                assert tensor.decay == (not tensor.name.endswith("_bias"))
+                assert tensor.group == tensor.name.endswith("_bias")
     for name, found in parts.items():
         assert found == list(range(len(parameters[name])))
     whole = [t.name for unit in units.without_experts for t in unit.tensors]

@@ -71,7 +71,7 @@ def test_an_update_is_adamw_of_each_tensor_with_its_own_decay(
     setup = setup_of(placement, monkeypatch, early=early, master=master).but(dtype=dtype)
     with rig(setup) as run:
         pages = [g for own in run.runtime.updates._granules.values() for g in own]
-        assert any({call.decay for call in granule.calls} == {False, True} for granule in pages)
+        assert any({call.group for call in granule.calls} == {0, 1} for granule in pages)
         expected = run.planes()
         gradients = keep_gradients(run)
         (outcome,) = run.train(batches(1))
@@ -86,7 +86,7 @@ def test_an_update_is_adamw_of_each_tensor_with_its_own_decay(
                 own,
                 {
                     "step": 1, "lr": outcome.verdict.lr, "beta1": config.beta1, "beta2": config.beta2,
-                    "eps": config.eps, "weight_decay": config.weight_decay if tensor.decay else 0.0,
+                    "eps": config.eps, "weight_decay": [config.weight_decay, 0.0][tensor.group],
                     "grad_scale": 1.0,
                 },
                 threads=1,

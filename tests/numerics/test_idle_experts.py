@@ -218,9 +218,10 @@ def test_frozen_experts_do_not_move(early: bool) -> None:
                 if unit.name in gradients:
                     own = {plane: values for (name, plane), values in planes.items() if name == unit.name}
                     own["grad"] = gradients[unit.name]
-                    for first, last, decay in unit.decay_runs():
+                    for first, last, group in unit.group_runs():
                         part = {plane: values[first:last] for plane, values in own.items()}
-                        cpu_adamw(part, adamw_settings(made.optimizer, outcome.verdict, decay=decay), 1)
+                        own_group = run.units.groups.table[group]
+                        cpu_adamw(part, adamw_settings(made.optimizer, outcome.verdict, own_group), 1)
             assert same_bits(run.planes(), planes) == []
 
 

@@ -31,13 +31,13 @@ def with_zero_gradients(run: Rig) -> None:
     gradients.close = closing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("no_decay", [None, ["*embed_tokens*", "*.mlp.*"]], ids=["rule", "patterns"])
+@pytest.mark.parametrize("by_name", [None, ["*embed_tokens*=0", "*.mlp.*=0"]], ids=["rule", "patterns"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_exactly_the_matrices_shrink(family: str, no_decay: list[str] | None) -> None:
+def test_exactly_the_matrices_shrink(family: str, by_name: list[str] | None) -> None:
     """Norms of any class, q_norm and k_norm, biases of routers and experts and sinks stay as they are."""
     dense = family in ("llama", "qwen2", "qwen3")
     config = tiny_config(family) if dense else moe_config(family)
-    optimizer = OptimizerConfig(lr=LR, weight_decay=DECAY, schedule="constant", no_decay=no_decay)
+    optimizer = OptimizerConfig(lr=LR, weight_decay=DECAY, schedule="constant", weight_decay_by_name=by_name)
     attention = "eager" if family == "gpt_oss" else "sdpa"
     with rig(Setup(config=config, optimizer=optimizer, attention=attention)) as run:
         before = run.tensors()
@@ -51,7 +51,7 @@ def test_exactly_the_matrices_shrink(family: str, no_decay: list[str] | None) ->
         torch.testing.assert_close(after[name], before[name] * (1 - LR * DECAY), rtol=2e-7, atol=0)
         assert "norm" not in name
         assert not name.endswith(("bias", "sinks"))
-        assert no_decay is None or not ("embed_tokens" in name or ".mlp." in name)
+        assert by_name is None or not ("embed_tokens" in name or ".mlp." in name)
 
 
 class Log(Callback):
@@ -72,11 +72,14 @@ def test_what_is_decayed_is_said_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_patterns_change_where_tensors_lie_and_not_what_an_export_holds(tmp_path: Path) -> None:
-    """Without any decay both runs have the same weights, in units packed in another order."""
+    """With factors of 1 both runs have the same weights, in units packed in another order."""
     found = []
-    for name, no_decay in (("rule", None), ("patterns", ["*.q_proj.*", "*.down_proj.*", "*embed_tokens*"])):
+    for name, scales in (
+        ("rule", None),
+        ("patterns", ["*.q_proj.*=1", "*.down_proj.*=1", "*embed_tokens*=1"]),
+    ):
         config = make_run(tmp_path / name, steps=2)
-        config.optimizer.weight_decay, config.optimizer.no_decay = 0.0, no_decay
+        config.optimizer.lr_scale_by_name = scales
         train(config)
         export(
             Path(config.run_dir) / "checkpoints" / "step-00000002", tmp_path / f"out-{name}", ExportOptions()

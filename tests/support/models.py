@@ -66,7 +66,7 @@ def edit_json(file: Path, change: Any) -> None:
 
 def two_units(model: Any) -> list[Unit]:
     """The parameters of a (meta) model in two units: any cut will do for loading and export."""
-    tensors = [(name, tuple(value.shape), value.dim() > 1) for name, value in model.named_parameters()]
+    tensors = [(name, tuple(value.shape), int(value.dim() < 2)) for name, value in model.named_parameters()]
     dtype = {torch.bfloat16: "bfloat16", torch.float32: "float32"}[model.dtype]
     half = len(tensors) // 2
     return [pack_unit("first", dtype, tensors[:half]), pack_unit("second", dtype, tensors[half:])]

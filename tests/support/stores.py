@@ -22,7 +22,7 @@ Frame = NDArray[np.uint8]
 def layout_of(*planes: tuple[str, str, str, int, bool], page_bytes: int = PAGE_BYTES) -> Layout:
     """A layout of `(unit, plane, dtype, numel, durable)`; each plane holds one tensor."""
     specs = [
-        PlaneSpec(unit, plane, dtype, numel, durable, (TensorSpec(f"{unit}.{plane}", (numel,), 0, True),))
+        PlaneSpec(unit, plane, dtype, numel, durable, (TensorSpec(f"{unit}.{plane}", (numel,), 0, 0),))
         for unit, plane, dtype, numel, durable in planes
     ]
     return Layout(page_bytes, {(spec.unit, spec.plane): spec for spec in specs})

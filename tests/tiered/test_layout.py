@@ -15,15 +15,15 @@ from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import TENSOR_ALIGN_ELEMENTS, UNIT_ALIGN_ELEMENTS, Page, pack_unit
 
 tensor_lists = st.lists(
-    st.tuples(st.lists(st.integers(1, 40), max_size=3), st.booleans()), min_size=1, max_size=12
+    st.tuples(st.lists(st.integers(1, 40), max_size=3), st.integers(0, 3)), min_size=1, max_size=12
 )
 
 
 @given(tensor_lists)
-def test_tensors_of_a_unit_are_aligned_disjoint_and_sorted_by_decay(
-    tensors: list[tuple[list[int], bool]],
+def test_tensors_of_a_unit_are_aligned_disjoint_and_sorted_by_group(
+    tensors: list[tuple[list[int], int]],
 ) -> None:
-    unit = pack_unit("u", "bfloat16", [(str(n), shape, decay) for n, (shape, decay) in enumerate(tensors)])
+    unit = pack_unit("u", "bfloat16", [(str(n), shape, group) for n, (shape, group) in enumerate(tensors)])
     assert sorted(spec.name for spec in unit.tensors) == sorted(map(str, range(len(tensors))))
     end = 0
     for spec in unit.tensors:
@@ -33,37 +33,37 @@ def test_tensors_of_a_unit_are_aligned_disjoint_and_sorted_by_decay(
         end = spec.end
     assert unit.numel % UNIT_ALIGN_ELEMENTS == 0
     assert 0 <= unit.numel - end < UNIT_ALIGN_ELEMENTS + TENSOR_ALIGN_ELEMENTS
-    decays = [spec.decay for spec in unit.tensors]
-    assert decays == sorted(decays, reverse=True)
+    groups = [spec.group for spec in unit.tensors]
+    assert groups == sorted(groups)
 
 
 @given(tensor_lists)
-def test_decay_runs_cover_the_unit(tensors: list[tuple[list[int], bool]]) -> None:
-    unit = pack_unit("u", "bfloat16", [(str(n), shape, decay) for n, (shape, decay) in enumerate(tensors)])
-    runs = unit.decay_runs()
+def test_group_runs_cover_the_unit(tensors: list[tuple[list[int], int]]) -> None:
+    unit = pack_unit("u", "bfloat16", [(str(n), shape, group) for n, (shape, group) in enumerate(tensors)])
+    runs = unit.group_runs()
     assert runs[0][0] == 0
     assert runs[-1][1] == unit.numel
     assert all(run[1] == after[0] for run, after in pairwise(runs))
-    assert len(runs) <= 2
+    assert len(runs) == len({group for _, group in tensors})
     for spec in unit.tensors:
         (run,) = [run for run in runs if run[0] <= spec.offset < run[1]]
         assert run[1] >= spec.end
-        assert run[2] == spec.decay
+        assert run[2] == spec.group
 
 
 def test_parts_of_a_stack_lie_one_after_another() -> None:
-    unit = pack_unit("u", "bfloat16", [("stack", (3, 5, 7), True), ("vector", (9,), False)])
+    unit = pack_unit("u", "bfloat16", [("stack", (3, 5, 7), 2), ("vector", (9,), 3)])
     stack = unit.tensors[0]
     parts = stack.parts()
-    assert [(part.name, part.shape, part.part, part.decay) for part in parts] == [
-        ("stack", (5, 7), index, True) for index in range(3)
+    assert [(part.name, part.shape, part.part, part.group) for part in parts] == [
+        ("stack", (5, 7), index, 2) for index in range(3)
     ]
     assert [part.offset for part in parts] == [0, 35, 70]
     assert parts[-1].end == stack.end
 
 
 def test_a_unit_without_tensors_has_no_runs() -> None:
-    assert pack_unit("u", "float32", []).decay_runs() == []
+    assert pack_unit("u", "float32", []).group_runs() == []
 
 
 @given(

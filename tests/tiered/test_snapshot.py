@@ -310,10 +310,10 @@ def test_a_changed_manifest_is_found(saved: tuple[Path, dict[tuple[str, str], np
     with pytest.raises(CheckpointError, match="damaged: not a manifest"):
         Snapshot.open(path)
     body = json.loads(text)["manifest"]
-    body["version"] = 1
+    body["version"] = 2
     compact = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     manifest.write_text(json.dumps({"crc32c": google_crc32c.value(compact), "manifest": body}))
-    with pytest.raises(CheckpointError, match=r"version 1; this program reads .* version 2"):
+    with pytest.raises(CheckpointError, match=r"version 2; this program reads .* version 3"):
         Snapshot.open(path)
 
 
@@ -350,7 +350,7 @@ def test_other_tensors_in_a_plane_of_the_same_size_do_not_fit(tmp_path: Path) ->
     with (
         home_store(Layout(4096, {("u", "weight"): renamed})) as store,
         pytest.raises(
-            CheckpointError, match=r"u.weight \[10\] at 0 with decay in the checkpoint, nothing in this run"
+            CheckpointError, match=r"u.weight \[10\] at 0, group 0 in the checkpoint, nothing in this run"
         ),
     ):
         Snapshot.open(tmp_path / "snapshot").restore(store)

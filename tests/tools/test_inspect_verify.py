@@ -23,8 +23,8 @@ from tierstream.tools import cli
 
 Command = Callable[..., tuple[int, str, str]]
 UNITS = [
-    pack_unit("embed", "bfloat16", [("embed.weight", (50, 40), True)]),
-    pack_unit("layer.0", "bfloat16", [("q.weight", (60, 60), True), ("norm.weight", (60,), False)]),
+    pack_unit("embed", "bfloat16", [("embed.weight", (50, 40), 0)]),
+    pack_unit("layer.0", "bfloat16", [("q.weight", (60, 60), 0), ("norm.weight", (60,), 1)]),
 ]
 DTYPES = {"weight": "bfloat16", "master_low": "uint16", "exp_avg": "float32", "exp_avg_sq": "float32"}
 

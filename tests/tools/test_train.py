@@ -46,7 +46,8 @@ OPTIONS = """\
 --optimizer.beta2 FLOAT 0.95
 --optimizer.eps FLOAT 1e-08
 --optimizer.weight-decay FLOAT 0.1
---optimizer.no-decay TEXT ...|null null
+--optimizer.weight-decay-by-name TEXT ...|null null
+--optimizer.lr-scale-by-name TEXT ...|null null
 --optimizer.clip-norm FLOAT|null 1.0
 --optimizer.schedule {constant,linear,cosine,wsd} cosine
 --optimizer.warmup-steps INT 0
