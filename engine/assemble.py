@@ -20,7 +20,6 @@ from tierstream.engine.plan import STATE_FOLDER, Plan, make_plan
 from tierstream.engine.router_bias import check_bias_update, restore_biases
 from tierstream.engine.router_loss import router_losses
 from tierstream.engine.runtime import Runtime
-from tierstream.engine.safetensors_dir import open_checkpoint
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.trace import Trace, TracedDirectory
 from tierstream.engine.units import ModelUnits
@@ -243,7 +242,7 @@ def plan_weights(config: RunConfig, model: Any) -> source.LoadPlan | None:
     """
     if config.model.path is None:
         return None
-    return source.plan_load(model, open_checkpoint(config.model.path))
+    return source.plan_source(model, config.model)
 
 
 def fill_state(

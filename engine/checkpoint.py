@@ -42,6 +42,7 @@ _FREE = {
     "eval",  # a share kept from training shows in the fingerprint of the data
     "model.path",
     "model.config",
+    "model.vocab_size",  # the architecture tells
     "moe.gpu_cache",
     "optimizer.check_finite",
     "optimizer.placement",
@@ -190,6 +191,13 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
     idle = {settings.get("moe", {}).get("idle") for settings in (saved, current)}
     if idle <= {"dense", "lazy"}:
         free.add("moe.idle")  # the same bits, and no checkpoint holds an update that was put off
+    rows = [settings.get("architecture", {}).get("vocab_size") for settings in (saved, current)]
+    if rows[0] != rows[1]:
+        raise CheckpointError(
+            f"the vocabulary has {rows[0]} rows in the checkpoint and {rows[1]} now (model.vocab_size): "
+            "these are other planes, which no setting makes fit; set it back, or export the checkpoint and "
+            "start a new run from that"
+        )
     streams = [settings.get("moe", {}).get("stream") for settings in (saved, current)]
     if streams[0] != streams[1]:
         raise CheckpointError(

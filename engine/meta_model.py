@@ -27,7 +27,7 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
         ModelSourceError: no readable configuration, a quantised model (but for FP8 and MXFP4, which are built
             as if they were none), or one that is not a causal decoder.
         ConfigError: the family does not have the attention implementation that was asked for; dropout in
-            attention with sinks.
+            attention with sinks; too few rows for a special token.
     """
     from tierstream.engine import sink_attention
 
@@ -109,7 +109,23 @@ def read_hf_config(config: ModelConfig) -> Any:
             )
         # Loading dequantises: what is trained and exported is not quantised.
         del hf_config.quantization_config
+    if config.vocab_size is not None:
+        _resize_vocabulary(hf_config, config.vocab_size, file)
     return hf_config
+
+
+def _resize_vocabulary(hf_config: Any, rows: int, file: Path) -> None:
+    """Let the model be built with so many rows. Raises ConfigError if a special token would have none."""
+    text_config = hf_config.get_text_config(decoder=True)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(text_config, key, None)
+        lost = [i for i in (value if isinstance(value, list) else [value]) if i is not None and i >= rows]
+        if lost:
+            raise ConfigError(
+                f"model.vocab_size is {rows}, but {key} in {file} is {lost[0]}; give at least "
+                f"{max(lost) + 1} rows, or correct the config.json"
+            )
+    text_config.vocab_size = rows
 
 
 def materialise_buffers(model: Any, plan: LoadPlan | None, device: str | torch.device) -> None:

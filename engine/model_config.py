@@ -18,6 +18,10 @@ class ModelConfig:
     config: str | None = None
     """config.json, or a directory that holds one: the architecture alone, with seeded random weights."""
 
+    vocab_size: int | None = None
+    """Rows of embedding and output matrix, for a tokenizer with more tokens than the model, or fewer; null:
+    the model's own. With `path`, new rows begin as the mean of the stored ones; fewer leave out the last."""
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type in which weights are computed with. The optimizer keeps an fp32 master in both."""
 
@@ -36,6 +40,8 @@ class ModelConfig:
         ((key, value),) = given.items()
         if not value:
             raise ConfigError(f"model.{key} is empty; give a directory")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ConfigError(f"model.vocab_size is {self.vocab_size}; it must be >= 1, or null")
         attentions = ("auto", "sdpa", "eager", "sinks")
         for key, allowed in (("dtype", ("bfloat16", "float32")), ("attention", attentions)):
             if getattr(self, key) not in allowed:

@@ -8,7 +8,7 @@ mis-shaped tensor ends the run before a weight is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from tierstream.engine.conversion import Conversion, ResolvedNames, resolve_names
 from tierstream.engine.initialise import WriteRange
+from tierstream.engine.meta_model import read_hf_config
+from tierstream.engine.model_config import ModelConfig
 from tierstream.engine.mxfp4 import Mxfp4Stack
-from tierstream.engine.safetensors_dir import CheckpointDir, some
+from tierstream.engine.safetensors_dir import CheckpointDir, open_checkpoint, some
 from tierstream.engine.tensor_entry import STORED_DTYPES
 from tierstream.io.errors import InvariantError, ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit
@@ -37,10 +39,11 @@ class LoadPlan:
     """Where every tensor of a model comes from.
 
     Attributes:
-        parameters: parameter -> stored tensor with the same elements in the same order. Of tied parameters it
-            is the first name, that of `named_parameters`.
+        parameters: parameter -> stored tensor with the same elements in the same order; rows for tokens may
+            be more or fewer. Of tied parameters it is the first name, that of `named_parameters`.
         conversions: the parameters that transformers computes from other tensors, and those in MXFP4.
         buffers: persistent buffer -> stored tensor.
+        resized: parameter -> its elements, if its stored tensor has fewer or more.
         tied: stored tensor -> the parameter that it is a second copy of.
         unused: stored tensors that the family leaves aside, such as layers that predict further tokens. An
             export carries them.
@@ -50,6 +53,7 @@ class LoadPlan:
     parameters: Mapping[str, str] = field(repr=False)
     conversions: tuple[Conversion | Mxfp4Stack, ...] = field(repr=False)
     buffers: Mapping[str, str]
+    resized: Mapping[str, int]
     tied: Mapping[str, str]
     unused: tuple[str, ...]
 
@@ -71,12 +75,26 @@ class LoadPlan:
         return raw.view(STORED_DTYPES[entry.dtype]).reshape(shape)
 
 
-def plan_load(model: Any, checkpoint: CheckpointDir) -> LoadPlan:
+def plan_source(model: Any, config: ModelConfig) -> LoadPlan:
+    """`plan_load` of `config.path`, into a model that has the rows of `config.vocab_size`."""
+    assert config.path is not None
+    rows = None
+    if config.vocab_size is not None:
+        own = read_hf_config(replace(config, vocab_size=None))
+        rows = own.get_text_config(decoder=True).vocab_size
+    return plan_load(model, open_checkpoint(config.path), stored_rows=rows)
+
+
+def plan_load(model: Any, checkpoint: CheckpointDir, *, stored_rows: int | None = None) -> LoadPlan:
     """Match a checkpoint with a meta model. Reads no weights, but for tied parameters that are stored twice.
+
+    Args:
+        stored_rows: of the stored embedding and output matrix; None: as many as the model has.
 
     Raises:
         ModelSourceError: a tensor of the model is missing or has another shape or no float type, a stored
-            tensor belongs nowhere, or the checkpoint contradicts `tie_word_embeddings`.
+            tensor belongs nowhere, or the checkpoint contradicts `tie_word_embeddings`; rows of tokens beside
+            the model that would have to be resized.
     """
     names = resolve_names(model, checkpoint)
     wanted = model.state_dict(keep_vars=True)
@@ -92,7 +110,9 @@ def plan_load(model: Any, checkpoint: CheckpointDir) -> LoadPlan:
     model._adjust_missing_and_unexpected_keys(allowed)
     missing = [name for name, found in stored_as.items() if not found] + sorted(allowed.missing_keys)
     left_over = [key for key, target in names.unexpected.items() if target in allowed.unexpected_keys]
-    _refuse_mismatch(model, checkpoint, names, missing, left_over)
+    shapes = _stored_shapes(model, stored_rows)
+    _refuse_mismatch(model, checkpoint, names, shapes, missing, left_over)
+    _refuse_unresized(model, checkpoint, names, stored_rows)
 
     tied = {names.direct[alias]: name for name, found in stored_as.items() for alias in found[1:]}
     for alias, name in tied.items():
@@ -105,6 +125,7 @@ def plan_load(model: Any, checkpoint: CheckpointDir) -> LoadPlan:
         parameters,
         names.conversions,
         {name: names.direct[name] for name in buffers & names.direct.keys()},
+        {n: wanted[n].numel() for n in parameters if shapes[n] != tuple(wanted[n].shape)},
         tied,
         tuple(names.unexpected),
     )
@@ -133,7 +154,7 @@ def load_weights(
     """
     tensors = plan.checkpoint.tensors
     destinations = _Destinations(units, write)
-    planned = {name: tensors[key].numel for name, key in plan.parameters.items()}
+    planned = {name: tensors[key].numel for name, key in plan.parameters.items()} | dict(plan.resized)
     planned |= {name: prod(shape) for c in plan.conversions for name, shape in c.targets.items()}
     if odd := dict(destinations.numel().items() ^ planned.items()):
         raise InvariantError(f"units and load plan differ in {some(sorted(odd))}")
@@ -141,7 +162,7 @@ def load_weights(
     for name, key in sorted(
         plan.parameters.items(), key=lambda item: (tensors[item[1]].file, tensors[item[1]].offset)
     ):
-        _load_tensor(plan.checkpoint, key, name, destinations, buffer_bytes)
+        _load_tensor(plan.checkpoint, key, name, planned[name], destinations, buffer_bytes)
         done += tensors[key].nbytes
         progress(done, total)
     for conversion in plan.conversions:
@@ -184,17 +205,34 @@ class _Destinations:
 
 
 def _load_tensor(
-    checkpoint: CheckpointDir, key: str, name: str, destinations: _Destinations, buffer_bytes: int
+    checkpoint: CheckpointDir,
+    key: str,
+    name: str,
+    numel: int,
+    destinations: _Destinations,
+    buffer_bytes: int,
 ) -> None:
-    """Stream one stored tensor to the parameter `name`. Its buffers end with this call."""
+    """Stream one stored tensor to the parameter `name` of `numel` elements. Its buffers end with this call.
+
+    Rows that the parameter has not are left out. Rows that the tensor has not become the mean of its own:
+    the logit of a new token is then the mean of the others', so what the model predicts changes little
+    (Hewitt, Initializing New Word Embeddings for Pretrained Language Models, 2021).
+    """
     entry = checkpoint.tensors[key]
     nonfinite = 0
     stored_bytes = max(1, entry.nbytes // max(1, entry.numel))
-    for start, values in checkpoint.slices(key, max(1, buffer_bytes // (stored_bytes + 4))):
+    row = entry.numel // entry.shape[0] if numel > entry.numel else 1
+    per_slice = max(1, buffer_bytes // (stored_bytes + 4) // row) * row
+    total = np.zeros(row, np.float64)
+    for start, values in checkpoint.slices(key, per_slice):
         nonfinite += _count_nonfinite(values)
-        destinations.write(name, start, values)
+        destinations.write(name, start, values[: max(0, numel - start)])
+        if numel > entry.numel:
+            total += values.reshape(-1, row).sum(axis=0, dtype=np.float64)
     if nonfinite:
         _refuse_nonfinite(nonfinite, key, entry.file)
+    for start in range(entry.numel, numel, row):
+        destinations.write(name, start, (total / entry.shape[0]).astype(np.float32))
 
 
 def _tied_names(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -207,19 +245,52 @@ def _tied_names(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [group[0], *group]
 
 
-def _refuse_mismatch(
-    model: Any, checkpoint: CheckpointDir, names: ResolvedNames, missing: list[str], left_over: list[str]
+def _stored_shapes(model: Any, rows: int | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of parameters and buffers in a checkpoint whose embedding and output matrix have `rows` rows."""
+    state = model.state_dict(keep_vars=True)
+    ends = {id(p) for end in _ends(model) for p in end.parameters(recurse=False)}
+    return {
+        name: (rows, *value.shape[1:]) if rows is not None and id(value) in ends else tuple(value.shape)
+        for name, value in state.items()
+    }
+
+
+def _ends(model: Any) -> tuple[Any, Any]:
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _refuse_unresized(
+    model: Any, checkpoint: CheckpointDir, names: ResolvedNames, stored_rows: int | None
 ) -> None:
-    """Raise one error that lists all tensors that do not fit."""
+    """Layers that predict further tokens have heads of their own, which an export carries as they are."""
+    if stored_rows is None or len(_ends(model)[0].weight) == stored_rows:
+        return
+    if beside := [key for key in names.unexpected if checkpoint.tensors[key].shape[:1] == (stored_rows,)]:
+        raise ModelSourceError(
+            f"model.vocab_size is not the {stored_rows} of {checkpoint.path}, which holds rows of tokens "
+            f"beside the model: {some(beside)}; these are not resized: leave model.vocab_size out, or remove "
+            "them from the weights"
+        )
+
+
+def _refuse_mismatch(
+    model: Any,
+    checkpoint: CheckpointDir,
+    names: ResolvedNames,
+    expected: Mapping[str, tuple[int, ...]],
+    missing: list[str],
+    left_over: list[str],
+) -> None:
+    """Raise one error that lists all tensors that do not fit. `expected`: name in the model -> shape."""
     wanted, tensors = model.state_dict(), checkpoint.tensors
     made = {name: (c.keys, shape) for c in names.conversions for name, shape in c.targets.items()}
     left_over += [f"{keys[0]} (as {name})" for name, (keys, _) in made.items() if name not in wanted]
     shapes = {name: (f"{key} is", tensors[key].shape) for name, key in names.direct.items()}
     shapes |= {name: (f"{some(list(keys), 1)} make", shape) for name, (keys, shape) in made.items()}
     reshaped = [
-        f"{what} {list(shape)} where the model has {list(wanted[name].shape)}"
+        f"{what} {list(shape)} where the model has {list(expected[name])}"
         for name, (what, shape) in shapes.items()
-        if name in wanted and shape != tuple(wanted[name].shape)
+        if name in expected and shape != expected[name]
     ]
     read = [key for name, key in names.direct.items() if wanted[name].is_floating_point()]
     read += [key for c in names.conversions if isinstance(c, Conversion) for key in c.keys]

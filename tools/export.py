@@ -118,8 +118,7 @@ def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:
 
 def _source(model: Any, config: ModelConfig, *, must_be_there: bool) -> LoadPlan | None:
     """What the run began with, if it had weights and they are still there."""
-    from tierstream.engine.safetensors_dir import open_checkpoint
-    from tierstream.engine.source import plan_load
+    from tierstream.engine.source import plan_source
 
     if config.path is None:
         return None
@@ -129,7 +128,7 @@ def _source(model: Any, config: ModelConfig, *, must_be_there: bool) -> LoadPlan
             "what else it held are not taken over; name its place with --source"
         )
         return None
-    return plan_load(model, open_checkpoint(config.path))
+    return plan_source(model, config)
 
 
 def _fill_buffers(

@@ -50,7 +50,7 @@ def open_data(
     if trained and data.vocab_size > vocab_size:
         raise ConfigError(
             f"data.vocab_size is {data.vocab_size}, but the embedding of the model has only {vocab_size} "
-            f"rows; lower it to at most {vocab_size}"
+            f"rows; lower it to at most {vocab_size}, or raise model.vocab_size"
         )
     durable.make_directories(cache)
     hashed = fingerprint_remembered(

@@ -342,7 +342,8 @@ class SampleMaker:
         if token_id >= self._vocab_size:
             raise DataError(
                 f"token {self._codec.token(token_id)!r} has the id {token_id} ({at}), but the embedding of "
-                f"the model has only {self._vocab_size} rows: give this model's tokenizer (data.tokenizer)"
+                f"the model has only {self._vocab_size} rows: give this model's tokenizer (data.tokenizer), "
+                "or the model as many rows as this one has tokens (model.vocab_size)"
             )
 
 

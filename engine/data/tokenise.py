@@ -186,7 +186,7 @@ class Tokeniser:
             raise DataError(
                 f"token {token!r} has the id {index.largest_id} ({files[number].path}:{line}), but the "
                 f"embedding of the model has only {self.vocab_size} rows: give this model's tokenizer "
-                "(data.tokenizer)"
+                "(data.tokenizer), or the model as many rows as this one has tokens (model.vocab_size)"
             )
 
 

@@ -16,8 +16,7 @@ from support.models import Flat
 from tierstream.engine.export import ExportInfo, export_model
 from tierstream.engine.meta_model import build_meta_model, is_kept_in_fp32, materialise_buffers
 from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.safetensors_dir import open_checkpoint
-from tierstream.engine.source import load_weights, plan_load
+from tierstream.engine.source import load_weights, plan_source
 from tierstream.engine.units import find_units
 from tierstream.tiered.layout import Unit
 
@@ -26,11 +25,19 @@ class Loaded:
     """A model directory in planes: fp32 masters, with low bits that no bf16 has."""
 
     def __init__(
-        self, path: Path, dtype: str = "bfloat16", *, low_bits: bool = True, experts_apart: bool = True
+        self,
+        path: Path,
+        dtype: str = "bfloat16",
+        *,
+        low_bits: bool = True,
+        experts_apart: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
-        config = ModelConfig(path=str(path), dtype=dtype, attention="eager")  # type: ignore[arg-type]
+        config = ModelConfig(
+            path=str(path), dtype=dtype, attention="eager", vocab_size=vocab_size  # type: ignore[arg-type]
+        )  # fmt: skip
         self.model, _ = build_meta_model(config)
-        self.plan = plan_load(self.model, open_checkpoint(path))
+        self.plan = plan_source(self.model, config)
         self.flat = Flat(find_units(self.model, experts_apart=experts_apart).in_forward_order)
         self.units = self.flat.units
         load_weights(self.plan, self.units, self.flat.write)

@@ -21,6 +21,7 @@ OPTIONS = """\
 --run-dir TEXT (required)
 --model.path TEXT|null null
 --model.config TEXT|null null
+--model.vocab-size INT|null null
 --model.dtype {bfloat16,float32} bfloat16
 --model.attention {auto,sdpa,eager,sinks} auto
 --data.files TEXT ... (required)
