@@ -268,6 +268,8 @@ def fill_state(
     elif weights is not None:
         source.load_weights(weights, units.in_forward_order, write)
         origin = f"weights of {config.model.path}"
+        if weights.resized:
+            origin += f", with {config.model.vocab_size} rows for tokens"
     else:
         initialise.init_weights(model, units.in_forward_order, config.train.seed, write)
         origin = f"random weights (seed {config.train.seed})"

@@ -122,9 +122,8 @@ class Runtime:
         memory = plan.device
         self._resident = [unit for unit in self._order if unit.name in memory.resident]
         streamed = [unit for unit in self._order if unit.name not in memory.resident]
-        self.updates = UpdateDriver(
-            store, layout, streamed, device, config, units.groups.table, threads, trace
-        )
+        groups = units.groups.table
+        self.updates = UpdateDriver(store, layout, streamed, device, config, groups, threads, trace)
         self._idle = IdleExperts(
             moe.idle, self.updates, streamed, chain(*units.experts),
             lambda applied: unconditional(config, applied, total_updates), applied_updates,
@@ -133,9 +132,7 @@ class Runtime:
         self.uploader = Uploader(device, store, layout, memory.slots, trace, memory.resident)
         self._gradients = self._gradient_buffers(memory)
         weights = {unit.name: self.uploader.buffer(unit.name) for unit in self._resident}
-        self._state = DeviceState(
-            device, store, layout, self._resident, weights, config, units.groups.table, trace
-        )
+        self._state = DeviceState(device, store, layout, self._resident, weights, config, groups, trace)
         self._stash = ActivationStash(
             device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
