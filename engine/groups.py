@@ -38,7 +38,7 @@ class Groups:
             names = [name for name, own in self.of.items() if own == index]
             told = ", ".join(Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
             tensors = f"{len(names)} tensor{'s' * (len(names) != 1)}"
-            yield f"{tensors}: lr x {group.lr_scale:g}, weight decay {group.weight_decay:g}: {told}"
+            yield f"optimizer: {tensors}, lr x {group.lr_scale:g}, weight decay {group.weight_decay:g}: {told}"
 
 
 def find_groups(

@@ -125,10 +125,8 @@ class Run:
             applied_updates=state["applied_updates"], trace=trace,
         )  # fmt: skip
         parts.callback(runtime.close)
-        for line in (f"state: {origin}", *explain_router_losses(config.moe, model)):
+        for line in (f"state: {origin}", *explain_router_losses(config.moe, model), *units.groups.describe()):
             callbacks.on_event(line)
-        for line in units.groups.describe():
-            callbacks.on_event(f"optimizer: {line}")
         interludes = Interludes(config, rows, eval_rows, runtime, callbacks, directory, state, parts)
         first, total = int(state["step"]), _total_steps(config, rows)
         report = describe_plan(config, units, layout, plan, runtime, tier, device, profile, first, total)
