@@ -37,8 +37,8 @@ class Groups:
         for index, group in enumerate(self.table):
             names = [name for name, own in self.of.items() if own == index]
             told = ", ".join(Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
-            tensors = f"{len(names)} tensor{'s' * (len(names) != 1)}"
-            yield f"optimizer: {tensors}, lr x {group.lr_scale:g}, weight decay {group.weight_decay:g}: {told}"
+            rates = f"lr x {group.lr_scale:g}, weight decay {group.weight_decay:g}"
+            yield f"optimizer: {len(names)} tensor{'s' * (len(names) != 1)}, {rates}: {told}"
 
 
 def find_groups(

@@ -66,9 +66,11 @@ def test_what_is_decayed_is_said_before_the_first_step(tmp_path: Path) -> None:
     """3 layers of 7 matrices and one for both ends; the norms are named."""
     config, log = make_run(tmp_path, steps=1), Log()
     Trainer(config, [log]).run()
-    norms = ["input_layernorm", "post_attention_layernorm", "self_attn.k_norm", "self_attn.q_norm"]
+    norms = ["self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"]
     names = ", ".join(f"model.layers.*.{name}.weight" for name in norms)
-    assert f"weight decay: 22 tensors; not on {names}, model.norm.weight" in log.events
+    decayed, left = (event for event in log.events if event.startswith("optimizer: "))
+    assert decayed.startswith("optimizer: 22 tensors, lr x 1, weight decay 0.1: ")
+    assert left == f"optimizer: 13 tensors, lr x 1, weight decay 0: {names}, model.norm.weight"
 
 
 def test_patterns_change_where_tensors_lie_and_not_what_an_export_holds(tmp_path: Path) -> None:
