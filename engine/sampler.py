@@ -80,7 +80,7 @@ class Prompts:
             if max(ids) >= hf_config.vocab_size:
                 raise ConfigError(
                     f"sample.prompts: {text!r} has the token {max(ids)}, but the embedding of the model has "
-                    f"only {hf_config.vocab_size} rows"
+                    f"only {hf_config.vocab_size} rows; raise model.vocab_size, or write another prompt"
                 )
             if positions is not None and len(ids) + max_tokens > positions:
                 raise ConfigError(
