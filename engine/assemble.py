@@ -86,15 +86,23 @@ def build_model(config: RunConfig, parts: ExitStack) -> tuple[Any, Any]:
     return model, hf_config
 
 
-def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Device) -> tuple[Plan, Layout]:
+def plan_run(config: RunConfig, units: ModelUnits, device: Device) -> tuple[Plan, Layout]:
     """`make_plan` for this run, on what memory is free now.
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
-        ConfigError: experts would be streamed several times.
+        ConfigError: the rows of a step are to run through layers in chunks, and experts would be streamed
+            several times, or no dimension of what layers exchange is known to hold the rows.
     """
     train = config.train
-    if any(units.experts) and (train.rows_per_chunk or train.rows_per_step) < train.rows_per_step:
+    chunked = (train.rows_per_chunk or train.rows_per_step) < train.rows_per_step
+    if chunked and units.anatomy.rows_dim is None:
+        raise ConfigError(
+            f"train.rows_per_chunk is {train.rows_per_chunk}, and rows of this model cannot run apart: what its "
+            "layers exchange does not have them in one dimension; leave it out, or lower train.rows_per_step "
+            f"to {train.rows_per_chunk}"
+        )
+    if chunked and any(units.experts):
         raise ConfigError(
             f"train.rows_per_chunk is {train.rows_per_chunk}, and single experts are streamed once for all "
             f"{train.rows_per_step} rows of a step: leave it out, use moe.stream: layers, or lower "
@@ -104,7 +112,6 @@ def plan_run(config: RunConfig, units: ModelUnits, hf_config: Any, device: Devic
         config.tiers,
         config.optimizer,
         units,
-        hidden_size=hf_config.hidden_size,
         rows=config.train.rows_per_step,
         seq_len=config.data.seq_len,
         device_in_host=not device.is_cuda,

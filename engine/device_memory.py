@@ -117,7 +117,7 @@ class _Division:
         self._units, self._layout = units, layout
         self._boundary_nbytes, self._passing_nbytes = boundary_nbytes, passing_nbytes
         self.layer_names = [unit.name for unit in units.layers]
-        self._ends = {unit.name: unit for unit in (units.embed, units.head)}
+        self._ends = {unit.name for unit in (*units.begin, units.head)}
         self._experts = [unit for experts in units.experts for unit in experts]
         self._expert_slots = _expert_slots(self._experts, expert_nbytes)
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tierstream.engine.anatomy import Anatomy, without_router_logits
 from tierstream.engine.binding import Binding
-from tierstream.io.errors import ModelSourceError
 
 #: Label of a position that is not trained on.
 IGNORED = -100
@@ -37,8 +37,8 @@ class Head:
 
     Args:
         norm: the decoder's final norm; its `forward` of now is what runs.
-        output: the module that gives logits. With an attribute `loss_kernel`, a LossKernel, it is a linear
-            layer without bias, and the kernel is used.
+        output: gives logits [tokens, vocabulary] of normed hidden states. With an attribute `loss_kernel`, a
+            LossKernel, it is a linear layer without bias, and the kernel is used.
         binding: places of the head unit's tensors in both.
         chunk_tokens: tokens whose logits exist at once.
         z_coef: what the z-loss is multiplied with; 0: it is not computed.
@@ -170,30 +170,39 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.add_(a @ b)
 
 
-def final_norm(model: Any) -> nn.Module:
-    """The one child of the decoder that has parameters and is neither the embedding nor the layers.
+class ModelLogits:
+    """Logits as the model's own forward makes them of what its decoder gives: scaled, capped, whatever it does.
 
-    Raises:
-        ModelSourceError: there are more, or the logits are more than a product with the output matrix.
+    Args:
+        decoder_output: class of what the decoder returns.
     """
-    decoder = model.get_decoder()
-    known = (model.get_input_embeddings(), decoder.layers)
-    rest = [
-        m
-        for m in decoder.children()
-        if next(m.parameters(), None) is not None and all(m is not k for k in known)
-    ]
-    config = model.config
-    special = [
-        key
-        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier")
-        if getattr(config, key, None) not in (None, 1, 1.0)
-    ]
-    if len(rest) != 1 or special:
-        what = (
-            f"config.{special[0]}"
-            if special
-            else f"{len(rest)} modules with parameters beside embedding and layers"
-        )
-        raise ModelSourceError(f"{type(model).__name__} has {what}; this model cannot be streamed yet")
-    return rest[0]
+
+    def __init__(self, model: Any, decoder_output: type) -> None:
+        self._model, self._output = model, decoder_output
+
+    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
+        """[tokens, vocabulary] of `normed` [tokens, hidden_size]."""
+        decoder = self._model.get_decoder()
+        ids = torch.zeros(1, len(normed), dtype=torch.int64, device=normed.device)
+        decoded = self._output(last_hidden_state=normed.unsqueeze(0))
+        decoder.forward = lambda *args, **kwargs: decoded
+        try:
+            output = self._model.forward(
+                input_ids=ids, use_cache=False, **without_router_logits(self._model.config)
+            )
+        finally:
+            del decoder.forward
+        logits: torch.Tensor = output.logits.squeeze(0)
+        return logits
+
+
+def model_logits(model: Any, anatomy: Anatomy) -> Any:
+    """What `Head` makes logits with: the output matrix itself, where they are no more than its product."""
+    output = model.get_output_embeddings()
+    return output if anatomy.plain_logits else ModelLogits(model, anatomy.decoder_output)
+
+
+def final_norm(model: Any, anatomy: Anatomy) -> nn.Module:
+    """The module that ends the decoder; one that does nothing, where there is none."""
+    norm: nn.Module = nn.Identity() if anatomy.norm is None else model.get_submodule(anatomy.norm)
+    return norm

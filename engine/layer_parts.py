@@ -69,20 +69,21 @@ class LayerParts:
         """What its routers, recomputed for `rows`, add to the loss; 0-dim each."""
         return [] if self._routers is None else self._routers.shares(rows)
 
-    def recompute(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The layer's output with its graph; what no gradient needs is left out once it is known."""
+    def recompute(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """The layer's results with their graph; what no gradient needs is left out once it is known."""
         if self._compiled:
             return run()
         if self._examined:
             with without_output(self._unneeded):
                 return run()
-        out, self._unneeded = last_projection(self.layer, run)
+        results, self._unneeded = last_projection(self.layer, run)
         if self.experts is not None:
             output, self.experts.last_output = self.experts.last_output, None
             assert output is not None
-            self.experts.output_needed = not only_summed(out.grad_fn, output.grad_fn)
+            ends = [result.grad_fn for result in results]
+            self.experts.output_needed = not only_summed(ends, output.grad_fn)
         self._examined = True
-        return out
+        return results
 
     @contextlib.contextmanager
     def _bound(self, tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:

@@ -236,7 +236,8 @@ def step_flop(units: ModelUnits, tokens: int) -> float:
     """FLOP of a step: 8 per parameter and token (forward, recompute, backward), of experts for those that the
     token goes to; embedding look-up is free, attention not counted.
     """
-    lookup_only = 0 if units.tied else sum(t.numel for t in units.embed.tensors)
+    lookups = units.tables if units.tied else (units.embed, *units.tables)
+    lookup_only = sum(tensor.numel for unit in lookups for tensor in unit.tensors)
     return 8.0 * (units.numel - lookup_only - sum(units.passed_by)) * tokens
 
 
@@ -253,7 +254,6 @@ def make_plan(
     optimizer: OptimizerConfig,
     units: ModelUnits,
     *,
-    hidden_size: int,
     rows: int,
     seq_len: int,
     device_in_host: bool,
@@ -274,7 +274,7 @@ def make_plan(
     """
     from tierstream.engine.units import build_layout
 
-    boundary_nbytes = rows * seq_len * hidden_size * ITEM_BYTES[units.embed.dtype]
+    boundary_nbytes = rows * seq_len * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
     boundary = boundary_nbytes if tiers.activations == "dram" else None
     layout_of = partial(
         build_layout, units, boundary_nbytes=boundary, master=optimizer.master,

@@ -8,7 +8,7 @@ is a quarter of the forward's work. (torch.utils.checkpoint saves the same by en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,8 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def last_projection(
-    layer: nn.Module, run: Callable[[], torch.Tensor]
-) -> tuple[torch.Tensor, nn.Linear | None]:
+    layer: nn.Module, run: Callable[[], list[torch.Tensor]]
+) -> tuple[list[torch.Tensor], nn.Linear | None]:
     """Runs a layer, with gradients, and finds the linear module whose output nothing needs.
 
     Uses that autograd does not record (under `no_grad`, of `detach()`, in hooks) are not seen: a layer that
@@ -41,10 +41,11 @@ def last_projection(
 
     linears = [module for module in layer.modules() if type(module) is nn.Linear]
     with _replaced_forwards(linears, observed):
-        out = run()
-    found = [linear for linear, node in outputs if node is not None and only_summed(out.grad_fn, node)]
+        results = run()
+    ends = [result.grad_fn for result in results]
+    found = [linear for linear, node in outputs if node is not None and only_summed(ends, node)]
     used_once = len(found) == 1 and sum(linear is found[0] for linear, _ in outputs) == 1
-    return out, found[0] if used_once else None
+    return results, found[0] if used_once else None
 
 
 @contextmanager
@@ -87,10 +88,11 @@ def _replaced_forwards(
                 linear.forward = own  # type: ignore[method-assign]
 
 
-def only_summed(end: Any, node: Any) -> bool:
-    """Whether autograd's graph makes nothing but sums of the output of `node`, on the way to `end`."""
+def only_summed(ends: Iterable[Any], node: Any) -> bool:
+    """Whether autograd's graph makes nothing but sums of the output of `node`, on the way to `ends`."""
     users: dict[Any, list[Any]] = {}
-    seen, frontier = {end}, [end]
+    seen = {end for end in ends if end is not None}
+    frontier = list(seen)
     while frontier:
         here = frontier.pop()
         for following, _ in here.next_functions:

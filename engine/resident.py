@@ -22,7 +22,7 @@ from tierstream.engine.assemble import build_model
 from tierstream.engine.batch import Batch
 from tierstream.engine.binding import Binding
 from tierstream.engine.config import RunConfig
-from tierstream.engine.head import Head
+from tierstream.engine.head import Head, final_norm, model_logits
 from tierstream.engine.meta_model import materialise_buffers
 from tierstream.engine.units import TORCH_DTYPES, units_of_run
 
@@ -69,12 +69,11 @@ class ResidentModel:
         self._decoder = model.get_decoder()
         for layer in self._decoder.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        norm = self._decoder.norm
+        norm = final_norm(model, units.anatomy)
         binding = Binding(model, [norm, model.get_output_embeddings()], units.head)
         chunk_tokens = config.train.loss_chunk(hf_config.vocab_size)
-        self._head = Head(
-            norm, model.get_output_embeddings(), binding, chunk_tokens, config.train.z_loss_coef
-        )
+        logits = model_logits(model, units.anatomy)
+        self._head = Head(norm, logits, binding, chunk_tokens, config.train.z_loss_coef)
         norm.forward = lambda hidden: hidden  # computed by the head, in chunks, together with the loss
         self._head_names = [tensor.name for tensor in units.head.tensors]
 

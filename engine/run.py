@@ -99,7 +99,7 @@ class Run:
         identity.write(state["run_id"])
         units = units_of_run(model, config.moe, config.optimizer)
         device = Device(config.train.device)
-        plan, layout = assemble.plan_run(config, units, hf_config, device)
+        plan, layout = assemble.plan_run(config, units, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
         weights = assemble.plan_weights(config, model)
         profile = load_profile(config.tiers)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from tierstream.engine.idle import IdleExperts
 from tierstream.engine.optimizer import OptimizerConfig
-from tierstream.engine.sweep import Use
+from tierstream.engine.streams import Use
 from tierstream.engine.units import ModelUnits, activation_unit
 from tierstream.engine.upload import StepPlan
 from tierstream.tiered.layout import Layout, Page, Unit
@@ -75,7 +75,9 @@ class Schedules:
             if use.kind == "backward":
                 for unit in (self._units.layers[use.layer], *self._units.beside[use.layer]):
                     made += self._gradient(unit)
-        return made + self._gradient(self._units.embed)
+        units = self._units
+        ends = (*reversed(units.tables), units.embed, *units.around)
+        return made + [use for unit in ends for use in self._gradient(unit)]
 
     def forward(self, plan: StepPlan, wanted: Collection[str]) -> list[Page]:
         """A pass forward; all are read. `wanted`: experts that are expected to have tokens."""

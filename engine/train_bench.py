@@ -155,7 +155,7 @@ class TieredBench:
         parts.callback(device.close)
         model, hf_config = assemble.build_model(config, parts)
         units = units_of_run(model, config.moe, config.optimizer)
-        planned = [self._plan(setting, units, hf_config, device) for setting in settings]
+        planned = [self._plan(setting, units, device) for setting in settings]
         plans = [plan for plan, _ in planned]
         # Units that stay on the device leave planes out: one layout has all that any setting needs.
         widest, self.layout = max(planned, key=lambda pair: len(pair[1].planes))
@@ -173,11 +173,11 @@ class TieredBench:
         parts.enter_context(undisturbed())
 
     def _plan(
-        self, setting: Setting, units: ModelUnits, hf_config: Any, device: Device
+        self, setting: Setting, units: ModelUnits, device: Device
     ) -> tuple[Plan, Layout]:
         tiers = replace(self.config.tiers, gpu=setting.gpu)
         sized = replace(self.config, tiers=tiers, optimizer=setting.optimizer(self.config.optimizer))
-        return assemble.plan_run(sized, units, hf_config, device)
+        return assemble.plan_run(sized, units, device)
 
     def _case(self, setting: Setting, plan: Plan, parts: ExitStack) -> TieredCase:
         """Every runtime has a model (without weights), lanes and device buffers of its own."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tierstream.engine.anatomy import Anatomy, find_anatomy
 from tierstream.engine.groups import Groups, find_groups
 from tierstream.engine.optimizer import OptimizerConfig
 from tierstream.io.errors import ModelSourceError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-EMBED, HEAD = "embed", "head"
+EMBED, AROUND, HEAD = "embed", "around", "head"
 
 
 def layer_name(index: int) -> str:
@@ -38,6 +39,8 @@ class ModelUnits:
     """A decoder as units.
 
     Attributes:
+        tables: of further modules that look rows up.
+        around: all else around the layers but the final norm, one for each type.
         layers: of each layer what all of its tokens need.
         beside: of each layer the tensors of another type (a router in fp32 among bf16), streamed with it.
         experts: of each layer its experts, in order; none in a dense layer, nor where they are part of it.
@@ -46,6 +49,8 @@ class ModelUnits:
     """
 
     embed: Unit
+    tables: tuple[Unit, ...]
+    around: tuple[Unit, ...]
     layers: tuple[Unit, ...]
     beside: tuple[tuple[Unit, ...], ...]
     experts: tuple[tuple[Unit, ...], ...]
@@ -53,19 +58,25 @@ class ModelUnits:
     head: Unit
     tied: bool
     groups: Groups
+    anatomy: Anatomy
+
+    @property
+    def begin(self) -> tuple[Unit, ...]:
+        """What comes before the layers."""
+        return (self.embed, *self.tables, *self.around)
 
     @property
     def without_experts(self) -> tuple[Unit, ...]:
         """In forward order, those that every step computes with."""
         ends = () if self.tied else (self.head,)
         parts = zip(self.layers, self.beside, strict=True)
-        return (self.embed, *(unit for layer, beside in parts for unit in (layer, *beside)), *ends)
+        return (*self.begin, *(unit for layer, beside in parts for unit in (layer, *beside)), *ends)
 
     @property
     def in_forward_order(self) -> tuple[Unit, ...]:
         ends = () if self.tied else (self.head,)
         parts = zip(self.layers, self.beside, self.experts, strict=True)
-        return (self.embed, *(unit for layer, *more in parts for unit in (layer, *chain(*more))), *ends)
+        return (*self.begin, *(unit for layer, *more in parts for unit in (layer, *chain(*more))), *ends)
 
     @property
     def numel(self) -> int:
@@ -124,30 +135,35 @@ def find_units(
     """
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    kind = type(model).__name__
-    if not isinstance(layers, nn.ModuleList) or not layers or embedding is None or output is None:
+    output, kind = model.get_output_embeddings(), type(model).__name__
+    known = model.get_input_embeddings() is not None and output is not None
+    if not isinstance(layers, nn.ModuleList) or not layers or not known:
         raise ModelSourceError(
             f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
         )
+    anatomy = find_anatomy(model)
     packer = _Packer(model, experts_apart, optimizer or OptimizerConfig())
-    in_layers = {id(p) for layer in layers for p in layer.parameters()}
-    of_embedding = list(embedding.parameters())
-    outside = [
-        p for p in model.parameters() if id(p) not in in_layers and all(p is not e for e in of_embedding)
-    ]
-    tied = any(p is e for p in output.parameters() for e in of_embedding)
-    embed = packer.whole(EMBED, [*of_embedding, *outside] if tied else of_embedding)
+    embedding, *tables = (list(model.get_submodule(name).parameters()) for name in anatomy.tables)
+    norm = [] if anatomy.norm is None else list(model.get_submodule(anatomy.norm).parameters())
+    ids_of_ends = {id(p) for p in (*norm, *output.parameters())} - {id(p) for p in embedding}
+    ids_elsewhere = {id(p) for p in chain(embedding, *tables, *(layer.parameters() for layer in layers))}
+    ends = [p for p in model.parameters() if id(p) in ids_of_ends]
+    around = [p for p in model.parameters() if id(p) not in ids_of_ends | ids_elsewhere]
+    tied = any(p is e for p in output.parameters() for e in embedding)
+    embed = packer.whole(EMBED, [*embedding, *ends] if tied else embedding)
     parts = [packer.layer(layer_name(index), layer) for index, layer in enumerate(layers)]
     return ModelUnits(
         embed=embed,
+        tables=tuple(packer.whole(f"tables.{index}", own) for index, own in enumerate(tables)),
+        around=packer.by_type(AROUND, around),
         layers=tuple(main for main, _, _ in parts),
         beside=tuple(beside for _, beside, _ in parts),
         experts=tuple(experts for _, _, experts in parts),
         passed_by=tuple(packer.passed_by(layer) for layer in layers),
-        head=embed if tied else packer.whole(HEAD, outside),
+        head=embed if tied else packer.whole(HEAD, ends),
         tied=tied,
         groups=packer.groups,
+        anatomy=anatomy,
     )
 
 
@@ -206,6 +222,13 @@ class _Packer:
     def _expert(self, unit_name: str, stacks: Sequence[nn.Parameter], index: int) -> Unit:
         tensors = [(self._names[id(p)], tuple(p.shape[1:]), self._group(p)) for p in stacks]
         return pack_unit(unit_name, self._dtype(unit_name, stacks), tensors, part=index)
+
+    def by_type(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> tuple[Unit, ...]:
+        """One unit for each type, none of nothing."""
+        if not parameters:
+            return ()
+        main, beside = self._by_type(unit_name, parameters)
+        return (main, *beside)
 
     def _by_type(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> tuple[Unit, tuple[Unit, ...]]:
         """One unit for each type; first the one with the most elements, which gets the name."""

@@ -60,7 +60,7 @@ def test_found_only_where_nothing_needs_it_and_the_gradients_are_the_same_bits(n
     end, left_out = ENDS[name]
     torch.manual_seed(0)
     layer, x = Layer(end, bias), torch.randn(2, 5, 8, requires_grad=True)
-    out, unneeded = last_projection(layer, lambda: layer(x))
+    (out,), unneeded = last_projection(layer, lambda: [layer(x)])
     assert torch.equal(out, layer(x))
     assert unneeded is (layer.down if left_out else None)
     expected = gradients(layer, x, out)

@@ -61,7 +61,7 @@ _DENSE: dict[str, _Family] = {
             "laurel_rank": 4, "altup_num_inputs": 2, "altup_active_idx": 0,
         },
     ),
-    "gemma4": ("Gemma4TextConfig", {**_SHARING, "global_head_dim": 8}),
+    "gemma4": ("Gemma4TextConfig", {**_SHARING, "global_head_dim": 8, "final_logit_softcapping": 5.0}),
     "phi": (  # biases everywhere, in the output matrix too
         "PhiConfig",
         {"intermediate_size": 44, "qk_layernorm": True, "partial_rotary_factor": 0.4},

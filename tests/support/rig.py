@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,17 @@ def reference_model(config: Any, dtype: torch.dtype, attention: str = "sdpa") ->
     """The plain transformers model with seeded weights; biases and norms are moved off 0 and 1, so that their
     gradients count.
     """
-    torch.manual_seed(11)
-    if families.has_experts(config):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
-        )
-        return families.random_weights(model).train()
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attention
+    build = partial(
+        transformers.AutoModelForCausalLM.from_config, config, attn_implementation=attention
     )
+    torch.manual_seed(11)
+    if config.model_type not in _CONFIGS:
+        return families.random_weights(build(dtype=dtype)).train()
+    model, values = build(dtype=dtype), build(dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() < 2:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype).train()
+        for parameter, value in zip(model.parameters(), values.parameters(), strict=True):
+            parameter.copy_(value if value.dim() >= 2 else value + 0.1 * torch.randn_like(value))
+    return model.train()
 
 
 def batches(count: int, *, rows: int = ROWS, seq_len: int = SEQ_LEN, seed: int = 5) -> list[Batch]:
@@ -142,7 +140,7 @@ class Rig:
         self.setup = setup
         faults = setup.faults_seed
         self.device = Device(setup.device, CopyFaults(faults) if faults is not None else None)
-        model, hf_config = _meta(setup)
+        model = _meta(setup)
         setup.prepare(model)
         self.units = units_of_run(model, setup.moe, setup.optimizer)
         tiers = TiersConfig(
@@ -155,7 +153,7 @@ class Rig:
             activations=setup.activations,  # type: ignore[arg-type]
         )
         self.plan, self.layout = make_plan(
-            tiers, setup.optimizer, self.units, hidden_size=hf_config.hidden_size, rows=setup.rows,
+            tiers, setup.optimizer, self.units, rows=setup.rows,
             seq_len=setup.seq_len, device_in_host=setup.device == "cpu", update_threads=setup.threads,
             available_bytes=4 << 30, expert_nbytes=setup.expert_nbytes,
         )  # fmt: skip
@@ -261,14 +259,14 @@ def same_bits(a: dict[Any, np.ndarray], b: dict[Any, np.ndarray]) -> list[Any]:
     ]
 
 
-def _meta(setup: Setup) -> tuple[Any, Any]:
+def _meta(setup: Setup) -> Any:
     from transformers import initialization
 
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         model = transformers.AutoModelForCausalLM.from_config(
             setup.config, dtype=getattr(torch, setup.dtype), attn_implementation=setup.attention
         )
-    return model.train(), setup.config
+    return model.train()
 
 
 def keep_gradients(run: Rig) -> dict[str, np.ndarray]:
