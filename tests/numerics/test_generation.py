@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.families import MOE_FAMILIES, moe_config
+from support.families import EAGER_ONLY, FAMILIES, family_config, moe_config
 from support.rig import Rig, Setup, batches, rig, same_bits, tiny_config
 
 from tierstream.engine import sink_attention
@@ -52,16 +52,15 @@ def written(run: Rig, **keys: Any) -> list[list[int]]:
 
 CONFIGS = {
     "qwen3": tiny_config("qwen3", tied=True),
-    "llama": tiny_config("llama"),
     "window": tiny_config("mistral", sliding_window=4),
-    **{family: moe_config(family) for family in MOE_FAMILIES},
+    **{f"small {family}": family_config(family) for family in FAMILIES},
 }
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_ids_are_those_of_generate(family: str) -> None:
     """After a step, its update still to be carried out; prompts of three lengths at once."""
-    attention = "eager" if family == "gpt_oss" else "sdpa"
+    attention = "eager" if family.removeprefix("small ") in EAGER_ONLY else "sdpa"
     setup = Setup(config=CONFIGS[family], optimizer=OPTIMIZER, attention=attention)
     with rig(setup) as run:
         run.train(batches(1))

@@ -32,6 +32,8 @@ _SHARING = {
     ],
 }  # fmt: skip
 _Family = tuple[str, dict[str, Any]]
+#: transformers has no attention by torch's function for these.
+EAGER_ONLY = ("gemma2", "gpt_oss")
 #: Class of the configuration, and what is the family's own.
 _DENSE: dict[str, _Family] = {
     "llama": (
@@ -61,7 +63,10 @@ _DENSE: dict[str, _Family] = {
             "laurel_rank": 4, "altup_num_inputs": 2, "altup_active_idx": 0,
         },
     ),
-    "gemma4": ("Gemma4TextConfig", {**_SHARING, "global_head_dim": 8, "final_logit_softcapping": 5.0}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {**_SHARING, "global_head_dim": 8, "final_logit_softcapping": 5.0},
+    ),
     "phi": (  # biases everywhere, in the output matrix too
         "PhiConfig",
         {"intermediate_size": 44, "qk_layernorm": True, "partial_rotary_factor": 0.4},
@@ -127,20 +132,19 @@ _MOE: dict[str, _Family] = {
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         },
     ),
+    "gemma4_moe": (  # experts beside a dense part in every layer, both normed
+        "Gemma4TextConfig",
+        {
+            **_GEMMA, "global_head_dim": 8, "sliding_window": 6, "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 259, "num_kv_shared_layers": 0, "enable_moe_block": True,
+            "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
 }  # fmt: skip
-#: Experts beside a dense part in every layer, both normed.
-_GEMMA4_MOE: _Family = (
-    "Gemma4TextConfig",
-    {
-        **_GEMMA, "global_head_dim": 8, "sliding_window": 6, "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 259, "num_kv_shared_layers": 0, "enable_moe_block": True,
-        "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    },
-)  # fmt: skip
-_FAMILIES = {**_DENSE, **_MOE, "gemma4_moe": _GEMMA4_MOE}
+_FAMILIES = {**_DENSE, **_MOE}
 
-#: All of them; those with experts that can be trained.
+#: All of them; those with experts.
 FAMILIES = tuple(_FAMILIES)
 MOE_FAMILIES = tuple(_MOE)
 
@@ -155,10 +159,6 @@ def moe_config(family: str, **other: Any) -> Any:
     """The configuration of a small model with experts."""
     assert family in MOE_FAMILIES
     return family_config(family, **other)
-
-
-def has_experts(config: Any) -> bool:
-    return config.model_type in MOE_FAMILIES
 
 
 def random_weights(model: Any, seed: int = 1) -> Any:
