@@ -54,8 +54,8 @@ def find_anatomy(model: Any) -> Anatomy:
     embedding = _name(model, model.get_input_embeddings())
     if embedding not in one.tables:
         raise ModelSourceError(
-            f"{type(model).__name__}: the input embedding {embedding} does not look rows of its one matrix up; "
-            "this model cannot be streamed"
+            f"{type(model).__name__}: {embedding} does not look rows of its one matrix up; this model cannot "
+            "be streamed"
         )
     return Anatomy(
         tables=(embedding, *(name for name in one.tables if name != embedding)),
@@ -155,7 +155,7 @@ def _beside_layers(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _rows_dim(one: _Run, more: _Run) -> int | None:
-    """None also where a tensor with a gradient, beside the hidden states, is not cut in its first dimension."""
+    """None also where another tensor that layers have a gradient for has its rows not in front."""
     changed = [dim for dim, (a, b) in enumerate(zip(one.boundary, more.boundary, strict=True)) if a != b]
     cut = all(a[:1] != b[:1] for a, b in zip(one.extras, more.extras, strict=True))
     return changed[0] if len(changed) == 1 and cut else None

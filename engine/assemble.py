@@ -18,7 +18,7 @@ from tierstream.engine.meta_model import build_meta_model, materialise_buffers
 from tierstream.engine.metrics import DriveTotals
 from tierstream.engine.plan import STATE_FOLDER, Plan, make_plan
 from tierstream.engine.router_bias import check_bias_update, restore_biases
-from tierstream.engine.router_loss import router_losses
+from tierstream.engine.router_loss import draws_choices, router_losses
 from tierstream.engine.runtime import Runtime
 from tierstream.engine.state import PlaneWriter
 from tierstream.engine.trace import Trace, TracedDirectory
@@ -75,8 +75,15 @@ def build_model(config: RunConfig, parts: ExitStack) -> tuple[Any, Any]:
     Raises:
         ModelSourceError, ConfigError: see `build_meta_model`, `kernels.liger`, `router_losses` and
             `check_bias_update`.
+        ConfigError: the rows of a step are to run in chunks, and routers draw random numbers.
     """
     model, hf_config = build_meta_model(config.model)
+    if config.train.chunks_rows and draws_choices(model):
+        raise ConfigError(
+            f"train.rows_per_chunk is {config.train.rows_per_chunk}, and routers of {type(model).__name__} "
+            "draw random numbers, which would be others for rows in chunks than for all rows of a step; "
+            f"leave it out, or lower train.rows_per_step to {config.train.rows_per_chunk}"
+        )
     router_losses(config.moe, model)
     check_bias_update(model, config.moe.bias_update_rate)
     if config.train.kernels == "liger":
@@ -95,14 +102,13 @@ def plan_run(config: RunConfig, units: ModelUnits, device: Device) -> tuple[Plan
             several times, or no dimension of what layers exchange is known to hold the rows.
     """
     train = config.train
-    chunked = (train.rows_per_chunk or train.rows_per_step) < train.rows_per_step
-    if chunked and units.anatomy.rows_dim is None:
+    if train.chunks_rows and units.anatomy.rows_dim is None:
         raise ConfigError(
-            f"train.rows_per_chunk is {train.rows_per_chunk}, and rows of this model cannot run apart: what its "
-            "layers exchange does not have them in one dimension; leave it out, or lower train.rows_per_step "
-            f"to {train.rows_per_chunk}"
+            f"train.rows_per_chunk is {train.rows_per_chunk}, and rows of this model cannot run apart: what "
+            "its layers exchange does not have them in one known dimension; leave it out, or lower "
+            f"train.rows_per_step to {train.rows_per_chunk}"
         )
-    if chunked and any(units.experts):
+    if train.chunks_rows and any(units.experts):
         raise ConfigError(
             f"train.rows_per_chunk is {train.rows_per_chunk}, and single experts are streamed once for all "
             f"{train.rows_per_step} rows of a step: leave it out, use moe.stream: layers, or lower "

@@ -100,6 +100,11 @@ class TrainConfig:
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"train.seed is {self.seed}; it must be in [0, 2**63)")
 
+    @property
+    def chunks_rows(self) -> bool:
+        """Whether the rows of a step run through the layers some at a time."""
+        return self.rows_per_chunk is not None and self.rows_per_chunk < self.rows_per_step
+
     def loss_chunk(self, vocabulary: int) -> int:
         """Tokens whose logits exist at once. It decides the order of sums, and so bits: nothing but the run
         file and the model may change it.

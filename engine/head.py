@@ -171,7 +171,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 class ModelLogits:
-    """Logits as the model's own forward makes them of what its decoder gives: scaled, capped, whatever it does.
+    """Logits as the model's own forward makes them of what its decoder gives: scaled, capped, or else.
 
     Args:
         decoder_output: class of what the decoder returns.

@@ -79,7 +79,7 @@ class LayerCall:
         """
         leaves = [self.cut(leaf, rows) for leaf in self._leaves]
         leaves[self._hidden_at] = hidden
-        for at, extra in zip(self._extras_at, extras):
+        for at, extra in zip(self._extras_at, extras, strict=False):
             leaves[at] = extra
         found, end = list[dict[Any, Any]](), self._spec.num_leaves
         for at, kind, spec in self._contents:
@@ -98,13 +98,13 @@ class LayerCall:
         added, self._put_spec = tree_flatten(put)
         if not all(isinstance(value, torch.Tensor) for value in added):
             raise ModelSourceError(
-                "a layer shares something else than tensors with those after it; this model cannot be streamed"
+                "a layer shares other things than tensors with those after it; this model cannot be streamed"
             )
         return [out, *added]
 
     def joined(
-        self, like: torch.Tensor, parts: Iterable[tuple[slice, list[torch.Tensor | None]]]
-    ) -> list[torch.Tensor | None]:
+        self, like: torch.Tensor, parts: Iterable[tuple[slice, Sequence[torch.Tensor | None]]]
+    ) -> list[Any]:
         """What was made of some rows at a time as made of all of them; a part that is all of it as it is.
 
         Args:
@@ -120,8 +120,8 @@ class LayerCall:
             self.hidden_rows(whole, rows)[...] = part
             if any(tensor is not None and len(tensor) != rows.stop - rows.start for tensor in more):
                 raise ModelSourceError(
-                    "layers share a tensor that does not have its rows in front, so rows cannot run apart; leave "
-                    "train.rows_per_chunk out"
+                    "layers share a tensor that does not have its rows in front, so rows cannot run apart; "
+                    "leave train.rows_per_chunk out"
                 )
             others.append(more)
         return [whole, *(_concatenated(own) for own in zip(*others, strict=True))]

@@ -39,6 +39,6 @@ def check_lookup(
     given = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq}
     if any(given.values()):
         raise ModelSourceError(
-            f"{who} is an embedding with {next(name for name in given if given[name])}, which is no matter of "
-            "single rows; it cannot be streamed"
+            f"{who} is an embedding with {next(name for name in given if given[name])}, which is no matter "
+            "of single rows; it cannot be streamed"
         )

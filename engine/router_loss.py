@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierstream.engine.moe_config import MoeConfig
 from tierstream.engine.units import experts_of
@@ -237,6 +238,29 @@ def find_routers(model: Any, layer: nn.Module) -> list[tuple[nn.Module, int]]:
         for spec in specs
         if _records(spec, module, names[id(module)])
     ]
+
+
+def draws_choices(model: Any) -> bool:
+    """Whether a router draws random numbers in training; found by running it on `meta`."""
+    decoder = model.get_decoder()
+    for layer in decoder.layers:
+        for router, _ in find_routers(model, layer):
+            width = model.config.hidden_size
+            tokens = torch.empty(1, 2, width, dtype=model.dtype, device="meta")
+            with torch.no_grad(), _Draws() as draws:
+                router(tokens)
+            return draws.found
+    return False
+
+
+class _Draws(TorchDispatchMode):
+    """Hears of operations that take random numbers."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _records(spec: Any, module: nn.Module, name: str) -> bool:

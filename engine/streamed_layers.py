@@ -88,7 +88,9 @@ class StreamedLayers:
         for use in uses:
             self._streams.release(use)
 
-    def backward(self, call: LayerCall, grads_out: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(
+        self, call: LayerCall, grads_out: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Gradients of the hidden states and of the extras.
 
         Args:

@@ -77,9 +77,9 @@ class StreamedTable:
             taken[:] = ids, padding_idx, values
             return values
 
-        with self._streams.computing("forward", self._binding.unit), self._binding.bound(weights):
-            with Lookups(look_up):
-                out = self._forward(*args, **kwargs)
+        computing = self._streams.computing("forward", self._binding.unit)
+        with computing, self._binding.bound(weights), Lookups(look_up):
+            out = self._forward(*args, **kwargs)
         self._streams.release(self._use)
         ids, padding_idx, values = taken
         return out, _Rows(ids, padding_idx, None if out is values else (values, out))

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -153,7 +153,7 @@ class TieredBench:
         config = self.config
         device = Device(config.train.device)
         parts.callback(device.close)
-        model, hf_config = assemble.build_model(config, parts)
+        model, _ = assemble.build_model(config, parts)
         units = units_of_run(model, config.moe, config.optimizer)
         planned = [self._plan(setting, units, device) for setting in settings]
         plans = [plan for plan, _ in planned]
@@ -172,9 +172,7 @@ class TieredBench:
         self.cases = [self._case(setting, plan, parts) for setting, plan in zip(settings, plans, strict=True)]
         parts.enter_context(undisturbed())
 
-    def _plan(
-        self, setting: Setting, units: ModelUnits, device: Device
-    ) -> tuple[Plan, Layout]:
+    def _plan(self, setting: Setting, units: ModelUnits, device: Device) -> tuple[Plan, Layout]:
         tiers = replace(self.config.tiers, gpu=setting.gpu)
         sized = replace(self.config, tiers=tiers, optimizer=setting.optimizer(self.config.optimizer))
         return assemble.plan_run(sized, units, device)

@@ -60,9 +60,7 @@ def reference_model(config: Any, dtype: torch.dtype, attention: str = "sdpa") ->
     """The plain transformers model with seeded weights; biases and norms are moved off 0 and 1, so that their
     gradients count.
     """
-    build = partial(
-        transformers.AutoModelForCausalLM.from_config, config, attn_implementation=attention
-    )
+    build = partial(transformers.AutoModelForCausalLM.from_config, config, attn_implementation=attention)
     torch.manual_seed(11)
     if config.model_type not in _CONFIGS:
         return families.random_weights(build(dtype=dtype)).train()
