@@ -39,7 +39,8 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
         if sink_attention.has_sinks(model):
             sink_attention.check_dropout(model.config.attention_dropout)
         elif config.attention == "auto":
-            model = _build(hf_config, config.dtype, "sdpa")
+            # Where scores are capped (gemma2), torch's own attention does not do.
+            model = _build(hf_config, config.dtype, "sdpa" if model._supports_sdpa else "eager")
         else:
             raise ConfigError(
                 f"model.attention={attention!r} is for decoders with sinks in causal attention, which "

@@ -27,7 +27,7 @@ class ModelConfig:
 
     attention: Literal["auto", "sdpa", "eager", "sinks"] = "auto"
     """Those of transformers, and sinks: attention with sinks (gpt-oss) by flash kernels. auto: sinks where a
-    model has some, else sdpa."""
+    model has some, else sdpa, or eager where transformers has no sdpa for it (gemma2)."""
 
     def __post_init__(self) -> None:
         given = {key: value for key in ("path", "config") if (value := getattr(self, key)) is not None}

@@ -103,6 +103,7 @@ def test_attention_that_the_family_lacks_is_a_configuration_error(tmp_path: Path
         (transformers.GptOssConfig, "sinks", "sinks"),
         (transformers.GptOssConfig, "eager", "eager"),
         (transformers.LlamaConfig, "auto", "sdpa"),
+        (transformers.Gemma2Config, "auto", "eager"),
     ],
 )
 def test_sinks_decide_the_attention(tmp_path: Path, config: Any, asked: Any, got: str) -> None:
