@@ -96,10 +96,18 @@ class _Run:
             vars(module).pop("forward", None)
             module.register_forward_hook(lambda _, __, output, name=name: given.update({name: output}))
         ids = torch.zeros(rows, _TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
-        with Lookups(self._look_up), _Answers():
-            output = model.forward(input_ids=ids, use_cache=False, **without_router_logits(model.config))
+        try:
+            with Lookups(self._look_up), _Answers():
+                output = model.forward(input_ids=ids, use_cache=False, **without_router_logits(model.config))
+        except ModelSourceError:
+            raise
+        except Exception as error:  # whatever the code of a family does where values decide
+            raise self._error(f"does not run on meta ({' '.join(str(error).split())[:200]})") from error
         if self._called != list(range(len(decoder.layers))):
             raise self._error("does not call its layers once each, one after another")
+        owning = (name for name, module in _beside_layers(model) if module._parameters)
+        if unused := [name for name in owning if name not in given]:
+            raise self._error(f"does nothing with {len(unused)} of its modules over tokens ({unused[0]})")
         decoded = given[_name(model, decoder)]
         self.decoder_output = type(decoded)
         self.norm = next((name for name, made in given.items() if made is decoded.last_hidden_state), None)

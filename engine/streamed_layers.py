@@ -117,11 +117,11 @@ class StreamedLayers:
             ends, grads_of_ends = zip(*pairs, strict=True)
             wanted = [part, *extras, *chain(*leaves)]
             grads = list(torch.autograd.grad(ends, wanted, grads_of_ends, allow_unused=True))
-            grads_in, grads = grads[: 1 + len(extras)], grads[1 + len(extras) :]
+            of_inputs, grads = grads[: 1 + len(extras)], grads[1 + len(extras) :]
             for total, own in zip(totals, leaves, strict=True):
                 total.add(grads[: len(own)])
                 del grads[: len(own)]
-            return grads_in
+            return of_inputs
 
         with (
             self._streams.computing("backward", parts.units[0]),
@@ -130,7 +130,7 @@ class StreamedLayers:
             self._streams.device.replayed_rng(call.rng),
         ):
             chunks = ((rows, chunk_backward(rows)) for rows in self._chunks(call.rows))
-            grads_in = call.joined(hidden, chunks)
+            grads_in: list[torch.Tensor | None] = call.joined(hidden, chunks)
         for use in uses:
             self._streams.release(use)
         if not self._stash.on_device:

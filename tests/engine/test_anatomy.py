@@ -91,6 +91,14 @@ def test_layers_that_return_more_than_hidden_states() -> None:
         find_units(model)
 
 
+def test_weights_that_tokens_do_not_need() -> None:
+    """Those of another part (for pictures, say): they would have no gradient, and decay all the same."""
+    model = meta(family_config("llama"))
+    model.model.tower = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ModelSourceError, match=r"does nothing with 1 of its modules .*model\.tower"):
+        find_units(model)
+
+
 @pytest.mark.parametrize("family", ["gemma", "gemma3n", "gemma4"])
 def test_buffers_beside_a_matrix_leave_it_alone(family: str) -> None:
     """The family's own code, which fills the buffer, draws the matrix of the same module anew."""

@@ -57,7 +57,7 @@ def experts(run: Rig) -> set[str]:
 
 def idle(run: Rig) -> set[str]:
     """Experts without tokens in the latest step."""
-    return {unit.name for parts in run.runtime._sweep._layers for unit in parts.experts.idle}
+    return {unit.name for parts in run.runtime._sweep._parts for unit in parts.experts.idle}
 
 
 class Trained(NamedTuple):
