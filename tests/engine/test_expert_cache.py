@@ -45,7 +45,7 @@ def watched(made: Setup) -> Iterator[tuple[Rig, Counter[str]]]:
 
 def hit(run: Rig) -> list[set[str]]:
     """Of each layer the experts that had tokens in the latest step."""
-    return [set(parts.experts.hit) for parts in run.runtime._sweep._layers if parts.experts is not None]
+    return [set(parts.experts.hit) for parts in run.runtime._sweep._parts if parts.experts is not None]
 
 
 @pytest.mark.parametrize("slots", [1, 2, EXPERTS, LAYERS * EXPERTS])
