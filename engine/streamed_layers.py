@@ -106,7 +106,7 @@ class StreamedLayers:
         totals = [gradients.open(unit) for unit in parts.units]
         assert call.rng is not None
 
-        def chunk_backward(rows: slice) -> list[torch.Tensor | None]:
+        def chunk_backward(rows: slice) -> Sequence[torch.Tensor | None]:
             part = call.hidden_rows(hidden, rows).detach().requires_grad_()
             extras = [extra.detach().requires_grad_() for extra in call.extra_rows(rows)]
             results = parts.recompute(lambda: call.run(part, rows, extras))
@@ -116,8 +116,9 @@ class StreamedLayers:
             pairs += [(share, torch.ones_like(share)) for share in shares]
             ends, grads_of_ends = zip(*pairs, strict=True)
             wanted = [part, *extras, *chain(*leaves)]
-            grads = list(torch.autograd.grad(ends, wanted, grads_of_ends, allow_unused=True))
-            of_inputs, grads = grads[: 1 + len(extras)], grads[1 + len(extras) :]
+            found = torch.autograd.grad(ends, wanted, grads_of_ends, allow_unused=True)
+            of_inputs, grads = list(found[: 1 + len(extras)]), list(found[1 + len(extras) :])
+            del found
             for total, own in zip(totals, leaves, strict=True):
                 total.add(grads[: len(own)])
                 del grads[: len(own)]
