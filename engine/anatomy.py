@@ -18,6 +18,12 @@ from torch.overrides import TorchFunctionMode
 from tierstream.engine.lookups import Lookups, check_lookup
 from tierstream.io.errors import ModelSourceError
 
+#: `model_type` of the families whose losses and gradients the tests compare with those of transformers.
+COMPARED = frozenset({
+    "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4_moe", "gpt_oss",
+    "llama", "mistral", "mixtral", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "qwen3_next",
+})  # fmt: skip
 #: Of the runs: one with so many rows, one with a row more.
 _ROWS, _TOKENS = 2, 3
 
@@ -64,6 +70,16 @@ def find_anatomy(model: Any) -> Anatomy:
         plain_logits=one.plain_logits,
         rows_dim=_rows_dim(one, more),
         boundary_width=one.boundary.numel() // (_ROWS * _TOKENS),
+    )
+
+
+def comparison_warning(model_type: str) -> str | None:
+    """What to know of a model that can be streamed by its structure, but that nobody has compared."""
+    if model_type in COMPARED:
+        return None
+    return (
+        f"models of type {model_type} can be streamed as they are built, but their losses and gradients were "
+        "never compared with those of transformers: compare a short run before you trust a long one"
     )
 
 

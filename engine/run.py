@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tierstream.engine import assemble, checkpoint
+from tierstream.engine.anatomy import comparison_warning
 from tierstream.engine.batch import Batch
 from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
@@ -117,7 +118,8 @@ class Run:
         trace = Trace()
         store = assemble.build_store(config, layout, plan, tier, device, config.train.debug, trace)
         parts.callback(store.close)
-        for reason in filter(None, (page_warning(config.tiers, plan), store.pageable_reason)):
+        compared = comparison_warning(hf_config.model_type)
+        for reason in filter(None, (compared, page_warning(config.tiers, plan), store.pageable_reason)):
             callbacks.on_event(f"warning: {reason}")
         origin = assemble.fill_state(config, model, units, layout, store, snapshot, weights, device)
         runtime = assemble.build_runtime(

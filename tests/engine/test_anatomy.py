@@ -11,7 +11,7 @@ from support.families import FAMILIES, MOE_FAMILIES, family_config
 from torch import nn
 from transformers import initialization
 
-from tierstream.engine.anatomy import find_anatomy
+from tierstream.engine.anatomy import COMPARED, comparison_warning, find_anatomy
 from tierstream.engine.meta_model import materialise_buffers
 from tierstream.engine.resident import replace_parameters
 from tierstream.engine.router_loss import draws_choices
@@ -111,3 +111,9 @@ def test_buffers_beside_a_matrix_leave_it_alone(family: str) -> None:
     scale = reference.model.embed_tokens.embed_scale
     assert torch.equal(model.model.embed_tokens.embed_scale, scale)
     assert scale.item() == pytest.approx(40**0.5, rel=1e-2)
+
+
+def test_who_was_never_compared_is_warned() -> None:
+    assert {family_config(family).model_type for family in FAMILIES} == COMPARED
+    assert comparison_warning("llama") is None
+    assert "type granite can be streamed" in str(comparison_warning("granite"))
