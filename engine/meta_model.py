@@ -116,8 +116,15 @@ def read_hf_config(config: ModelConfig) -> Any:
 
 
 def _resize_vocabulary(hf_config: Any, rows: int, file: Path) -> None:
-    """Let the model be built with so many rows. Raises ConfigError if a special token would have none."""
+    """Let the model be built with so many rows. Raises ConfigError if a special token would have none, or
+    another table of the model keeps the rows that it has.
+    """
     text_config = hf_config.get_text_config(decoder=True)
+    if others := [key for key in text_config.to_dict() if key.startswith("vocab_size_")]:
+        raise ConfigError(
+            f"model.vocab_size is {rows}, but the model in {file} has a second table of tokens "
+            f"({others[0]}), which is not resized; leave model.vocab_size out"
+        )
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(text_config, key, None)
         lost = [i for i in (value if isinstance(value, list) else [value]) if i is not None and i >= rows]

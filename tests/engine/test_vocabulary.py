@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support.exports import Loaded, pretrained
+from support.families import family_config
 from support.models import Flat, different, edit_json, rewrite, save_model
 from support.runs import VOCABULARY, make_run, train
 
@@ -215,6 +216,14 @@ def test_ids_beyond_the_model_name_the_key_as_a_remedy(tmp_path: Path, rows: int
             train(config)
     else:
         train(config)
+
+
+def test_a_second_table_of_tokens_is_not_resized(tmp_path: Path) -> None:
+    family_config("gemma3n").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"second table of tokens \(vocab_size_per_layer_input\)"):
+        build_meta_model(ModelConfig(config=str(tmp_path), vocab_size=300))
+    family_config("gemma").save_pretrained(tmp_path / "plain")
+    build_meta_model(ModelConfig(config=str(tmp_path / "plain"), vocab_size=300))
 
 
 def test_a_plan_names_what_it_resizes(tmp_path: Path) -> None:
