@@ -170,7 +170,7 @@ class _Values:
         """The elements in order, as bf16 bits, float32 or bytes."""
         match tensor.origin:
             case Buffer(name):
-                yield _as_bytes(self._model.state_dict()[name].cpu())
+                yield _as_bytes(self._model.state_dict()[name].cpu().to(tensor.dtype))
             case Carried(checkpoint, key):
                 yield from self._carried(checkpoint, key, tensor.dtype)
             case Elements(pieces):

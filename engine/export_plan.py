@@ -86,7 +86,7 @@ def plan_export(model: Any, units: Iterable[Unit], dtype: ExportDtype | None) ->
     tensors: list[ExportTensor] = []
     for pieces, of_pieces in zip(groups.values(), metas, strict=True):
         tensors += _reverted(model, pieces, of_pieces)
-    return tensors + _buffers(model, parameters)
+    return tensors + _buffers(model, parameters, dtype)
 
 
 def plan_carried(source: LoadPlan, dtype: torch.dtype) -> list[ExportTensor]:
@@ -166,15 +166,23 @@ def _single_names(
     return found
 
 
-def _buffers(model: Any, parameters: Iterable[str]) -> list[ExportTensor]:
-    """The persistent buffers."""
+def _buffers(model: Any, parameters: Iterable[str], dtype: ExportDtype | None) -> list[ExportTensor]:
+    """The persistent buffers; with a `dtype` floating ones in it, but for what the family keeps in fp32."""
     buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
     buffers = {name: value for name, value in buffers.items() if name not in model.all_tied_weights_keys}
     if unfilled := [name for name, value in buffers.items() if value.is_meta]:
         raise InvariantError(f"buffers have no values yet: {some(unfilled)}")
     names = {id(value): name for name, value in buffers.items()}
+    kinds = {name: value.dtype for name, value in buffers.items()}
+    if dtype is not None:
+        wanted = TORCH_DTYPES[dtype]
+        kinds |= {
+            name: torch.float32 if is_kept_in_fp32(model, name, wanted) else wanted
+            for name, value in buffers.items()
+            if value.is_floating_point()
+        }
     return [
-        ExportTensor(key, tuple(value.shape), value.dtype, Buffer(names[id(value)]))
+        ExportTensor(key, tuple(value.shape), kinds[names[id(value)]], Buffer(names[id(value)]))
         for key, value in revert_weight_conversion(model, dict(buffers)).items()
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from support.faults import Call, FaultySyscalls
 
-from tierstream.engine import state, sweep, update
+from tierstream.engine import state, streamed_layers, update
 from tierstream.io import seam
 from tierstream.tiered import snapshot_writer
 from tierstream.tools import cli
@@ -19,8 +19,8 @@ from tierstream.tools import cli
 #: Place -> (owner, name) of a function that is called there.
 PLACES: dict[str, tuple[Any, str]] = {
     "weights": (state.PlaneWriter, "__call__"),
-    "forward": (sweep.Sweep, "layer_forward"),
-    "backward": (sweep.Sweep, "layer_backward"),
+    "forward": (streamed_layers.StreamedLayers, "forward"),
+    "backward": (streamed_layers.StreamedLayers, "backward"),
     "update": (update._CpuWorker, "update"),
     "checkpoint": (snapshot_writer, "_write_page"),
 }
