@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # `ci` gives the same examples at every run, `brief` the first of them; `nightly` looks for new ones:
 # HYPOTHESIS_PROFILE=nightly pytest
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("ci", max_examples=60, derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("brief", settings.get_profile("ci"), max_examples=25)
 settings.register_profile("nightly", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
