@@ -20,7 +20,7 @@ import transformers
 from support.command import Command, nothing_is_half_made, nothing_is_locked, use_drive
 from support.drive_kinds import open_descriptors, small_ext4
 from support.faults import Call, Fault, FaultySyscalls, fail
-from support.runs import final_planes, make_run, records, train
+from support.runs import Unharmed, assert_ended_like, final_planes, make_run, records, unharmed_run
 
 from tierstream.engine.checkpoint import checkpoints
 from tierstream.engine.config import RunConfig
@@ -46,11 +46,8 @@ def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[dict]]:
-    """(planes after the last step, records) of the run that nothing happens to."""
-    config = make_run(tmp_path_factory.mktemp("unharmed"), steps=STEPS)
-    train(config)
-    return final_planes(config), records(config)
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Unharmed:
+    return unharmed_run(tmp_path_factory.mktemp("unharmed"), STEPS)
 
 
 def make(folder: Path) -> RunConfig:
@@ -61,17 +58,11 @@ def make(folder: Path) -> RunConfig:
     return config
 
 
-def goes_on(command: Command, config: RunConfig, unharmed: tuple[dict, list[dict]]) -> None:
+def goes_on(command: Command, config: RunConfig, unharmed: Unharmed) -> None:
     """`checkpoint.resume auto` ends where the unharmed run ended, to the bit."""
     config.checkpoint.resume = "auto"
     assert command.train(config)[::2] == (0, "")
-    planes, expected = unharmed
-    assert [(m["step"], m["loss"], m["grad_norm"]) for m in records(config)] == [
-        (m["step"], m["loss"], m["grad_norm"]) for m in expected
-    ]
-    ours = final_planes(config)
-    assert ours.keys() == planes.keys()
-    assert [key for key in planes if ours[key].tobytes() != planes[key].tobytes()] == []
+    assert_ended_like(config, unharmed)
 
 
 def only_whole_checkpoints(command: Command, config: RunConfig, *steps: int) -> None:
@@ -182,7 +173,7 @@ def filled_in(drive: Path, when: str) -> Fault:
 
 @pytest.mark.parametrize("when", MOMENTS)
 def test_a_drive_filled_from_outside_costs_a_checkpoint_and_not_the_run(
-    command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]], when: str
+    command: Command, tmp_path: Path, unharmed: Unharmed, when: str
 ) -> None:
     """C27: the run says so and goes on; the next checkpoint is written, since by then there is room."""
     config = make(tmp_path)
@@ -212,7 +203,7 @@ def test_a_drive_filled_from_outside_costs_a_checkpoint_and_not_the_run(
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
-    command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]]
+    command: Command, tmp_path: Path, unharmed: Unharmed
 ) -> None:
     """C27: after all steps; what stands is whole, and from there the run goes on."""
     config = make(tmp_path)
@@ -245,7 +236,7 @@ def test_other_errors_of_the_checkpoints_drive_are_treated_alike(
 
 
 def test_a_drive_of_state_filled_from_outside_lets_the_run_end(
-    command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]]
+    command: Command, tmp_path: Path, unharmed: Unharmed
 ) -> None:
     """C27: at step 3. The files of the state have their space. Which pages of a step spill is a matter of
     timing, so room is left for all of its gradients and activations, a third of the state.
@@ -286,7 +277,7 @@ def test_a_drive_of_state_filled_from_outside_lets_the_run_end(
 def test_a_failing_drive_stops_the_step_that_needs_it(
     command: Command,
     tmp_path: Path,
-    unharmed: tuple[dict, list[dict]],
+    unharmed: Unharmed,
     number: int,
     name: str,
     plane: str,
@@ -327,7 +318,7 @@ def test_a_failing_drive_stops_the_step_that_needs_it(
     goes_on(command, config, unharmed)
 
 
-def test_no_room_for_what_spills(command: Command, tmp_path: Path, unharmed: tuple[dict, list[dict]]) -> None:
+def test_no_room_for_what_spills(command: Command, tmp_path: Path, unharmed: Unharmed) -> None:
     """Files of gradients and activations are made when DRAM first runs short, in the middle of a step."""
     config = make(tmp_path)
 

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 from support.children import FORKS
 from support.command import nothing_is_locked, use_drive
-from support.runs import dump, final_planes, make_run, records, train
+from support.runs import (
+    Unharmed,
+    assert_ended_like,
+    dump,
+    make_run,
+    records,
+    train,
+    unharmed_run,
+)
 from support.signalled import train_signalled
 
 from tierstream.engine.callbacks import Callback
@@ -29,11 +37,8 @@ SECONDS_MAX = 20.0
 
 
 @pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[dict]]:
-    """(planes after the last step, records) of the run that nothing happens to."""
-    config = make_run(tmp_path_factory.mktemp("unharmed"), steps=STEPS)
-    train(config)
-    return final_planes(config), records(config)
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Unharmed:
+    return unharmed_run(tmp_path_factory.mktemp("unharmed"), STEPS)
 
 
 def make(folder: Path) -> RunConfig:
@@ -58,16 +63,11 @@ def send(config: RunConfig, place: str, call: int, *numbers: int) -> int:
     return process.exitcode
 
 
-def goes_on(config: RunConfig, unharmed: tuple[dict, list[dict]]) -> None:
+def goes_on(config: RunConfig, unharmed: Unharmed) -> None:
     """`checkpoint.resume auto` ends where the unharmed run ended, to the bit."""
     config.checkpoint.resume = "auto"
     train(config)
-    planes, expected = unharmed
-    assert [(m["step"], m["loss"], m["grad_norm"]) for m in records(config)] == [
-        (m["step"], m["loss"], m["grad_norm"]) for m in expected
-    ]
-    ours = final_planes(config)
-    assert [key for key in planes if ours[key].tobytes() != planes[key].tobytes()] == []
+    assert_ended_like(config, unharmed)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def goes_on(config: RunConfig, unharmed: tuple[dict, list[dict]]) -> None:
     ],
 )
 def test_a_signal_in_training_ends_the_run_after_its_step_with_a_checkpoint(
-    tmp_path: Path, unharmed: tuple[dict, list[dict]], place: str, call: int, number: signal.Signals
+    tmp_path: Path, unharmed: Unharmed, place: str, call: int, number: signal.Signals
 ) -> None:
     config = make(tmp_path)
     if place == "checkpoint":
@@ -101,7 +101,7 @@ def test_a_signal_in_training_ends_the_run_after_its_step_with_a_checkpoint(
     ("place", "call"), [("/data/", 9), ("weights", 2), ("tierstream-state", 20)]
 )
 def test_a_signal_while_it_is_set_up_ends_it_at_once(
-    tmp_path: Path, unharmed: tuple[dict, list[dict]], place: str, call: int
+    tmp_path: Path, unharmed: Unharmed, place: str, call: int
 ) -> None:
     """Nothing that it leaves keeps the next start from a new run, without `resume`."""
     config = make(tmp_path)
@@ -116,7 +116,7 @@ def test_a_signal_while_it_is_set_up_ends_it_at_once(
 
 @pytest.mark.parametrize("place", ["forward", "checkpoint"])
 def test_a_second_signal_ends_it_where_it_is(
-    tmp_path: Path, unharmed: tuple[dict, list[dict]], place: str
+    tmp_path: Path, unharmed: Unharmed, place: str
 ) -> None:
     config = make(tmp_path)
     config.checkpoint.every_steps = 1

@@ -121,6 +121,28 @@ def final_planes(config: RunConfig) -> dict[tuple[str, str], np.ndarray]:
     return snapshot_planes(Snapshot.open(checkpoint_path(Path(config.run_dir) / "checkpoints", last)))
 
 
+#: Planes after the last step, and records, of a run that nothing happened to.
+Unharmed = tuple[dict[tuple[str, str], np.ndarray], list[dict]]
+
+
+def unharmed_run(folder: Path, steps: int) -> Unharmed:
+    """The run of `make_run`, from its beginning to its end."""
+    config = make_run(folder, steps=steps)
+    train(config)
+    return final_planes(config), records(config)
+
+
+def assert_ended_like(config: RunConfig, unharmed: Unharmed) -> None:
+    """Steps, losses, norms and planes are those of the other run, to the bit."""
+    planes, expected = unharmed
+    assert [(m["step"], m["loss"], m["grad_norm"]) for m in records(config)] == [
+        (m["step"], m["loss"], m["grad_norm"]) for m in expected
+    ]
+    ours = final_planes(config)
+    assert ours.keys() == planes.keys()
+    assert [key for key in planes if ours[key].tobytes() != planes[key].tobytes()] == []
+
+
 def snapshot_planes(snapshot: Snapshot) -> dict[tuple[str, str], np.ndarray]:
     planes = {}
     for (unit, plane), spec in snapshot.planes.items():
