@@ -105,6 +105,10 @@ class TrainConfig:
         """Whether the rows of a step run through the layers some at a time."""
         return self.rows_per_chunk is not None and self.rows_per_chunk < self.rows_per_step
 
+    def seed_of_step(self, step: int) -> int:
+        """Of what is drawn in a step or after it."""
+        return (self.seed * 1_000_003 + step) % 2**63
+
     def loss_chunk(self, vocabulary: int) -> int:
         """Tokens whose logits exist at once. It decides the order of sums, and so bits: nothing but the run
         file and the model may change it.

@@ -115,11 +115,6 @@ class Evaluator:
             "data_fingerprint": self._rows.fingerprint,
         }
 
-    def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether to evaluate after `step`. `last`: of the run, wherever this process ends."""
-        every = self._config.every_steps
-        return (every is not None and step % every == 0) or (last and self._config.at_end)
-
     def run(self, step: int) -> None:
         """After `step`. Raises StorageError: the record cannot be written."""
         begin = time.perf_counter()

@@ -9,11 +9,13 @@ from tierstream.engine.callbacks import Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.stream import StreamedRows
+from tierstream.engine.eval_config import EvalConfig
 from tierstream.engine.evaluation import Evaluator
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import EvalMetrics, Sample
 from tierstream.engine.run_directory import RunDirectory
 from tierstream.engine.runtime import Runtime
+from tierstream.engine.sample_config import SampleConfig
 from tierstream.engine.sampler import Prompts, Sampler
 
 
@@ -40,7 +42,7 @@ class Interludes:
         state: dict[str, Any],
         parts: ExitStack,
     ) -> None:
-        step = int(state["step"])
+        step, self._config = int(state["step"]), config
         self.evaluator: Evaluator | None = None
         self._sampler: Sampler | None = None
         if eval_rows is not None:
@@ -57,10 +59,15 @@ class Interludes:
 
     def after_step(self, step: int, *, last: bool) -> bool:
         """What is due after `step`; whether there was anything. `last`: of the run."""
-        due = [each for each in (self.evaluator, self._sampler) if each and each.is_due(step, last=last)]
+        known = (self._config.eval, self.evaluator), (self._config.sample, self._sampler)
+        due = [each for when, each in known if each is not None and _is_due(when, step, last)]
         for each in due:
             each.run(step)
         return bool(due)
+
+
+def _is_due(when: EvalConfig | SampleConfig, step: int, last: bool) -> bool:
+    return (when.every_steps is not None and step % when.every_steps == 0) or (last and when.at_end)
 
 
 def _formats(rows: Rows | StreamedRows) -> set[str]:

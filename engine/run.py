@@ -157,7 +157,7 @@ class Run:
         packed = self.rows.batch(self.step)
         batch = Batch.of(packed, self.runtime.device.torch_device)
         # Random numbers (dropout) are a function of (seed, step): a resumed run needs no generator state.
-        torch.manual_seed((config.train.seed * 1_000_003 + self.step) % 2**63)
+        torch.manual_seed(config.train.seed_of_step(self.step))
         outcome = self.runtime.step(batch)
         self.step += 1
         if batch.trained_tokens:  # a step without any says nothing of the gradients

@@ -105,19 +105,14 @@ class Sampler:
         callbacks: Callbacks,
         writer: RecordWriter,
     ) -> None:
-        self._config, self._seed = config.sample, config.train.seed
+        self._config, self._train = config.sample, config.train
         self._prompts, self._runtime = prompts, runtime
         self._callbacks, self._writer = callbacks, writer
-
-    def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether to write samples after `step`. `last`: of the run."""
-        every = self._config.every_steps
-        return (every is not None and step % every == 0) or (last and self._config.at_end)
 
     def run(self, step: int) -> None:
         """After `step`. Raises StorageError: a record cannot be written."""
         config, prompts = self._config, self._prompts
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**63)
+        generator = torch.Generator().manual_seed(self._train.seed_of_step(step))
         draw = Draw(config.temperature, config.top_p, generator) if config.temperature else greedy
         begin = time.perf_counter()
         found = generate(
