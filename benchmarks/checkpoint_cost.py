@@ -23,14 +23,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.metrics import PlanReport, StepMetrics
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.model.shapes import architecture
 from tierstream.engine.plan import TiersConfig
-from tierstream.engine.shapes import architecture
+from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io.scratch import ScratchFolder
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.device import Device
+from tierstream.engine.device.device import Device
 from tierstream.io.host_memory import allocate
 from tierstream.io.memory import current_rss_bytes
 from tierstream.io.sizes import format_bytes

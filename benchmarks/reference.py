@@ -21,7 +21,6 @@ from unittest import mock
 
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import REQUIRED, Leaf, field_docs, leaves, option, sections
-from tierstream.engine.expert_use import CacheCounts, ExpertStep
 from tierstream.engine.metrics import (
     DrivePlan,
     DriveTotals,
@@ -34,6 +33,7 @@ from tierstream.engine.metrics import (
     TierTotals,
     TracedStep,
 )
+from tierstream.engine.moe.use import CacheCounts, ExpertStep
 from tierstream.tools import bench, cli
 from tierstream.tools.options import NoOptions, metavar, shown
 

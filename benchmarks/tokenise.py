@@ -29,7 +29,7 @@ from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.files import fingerprint_files
 from tierstream.engine.data.prepare import open_data
 from tierstream.engine.data.tokenizer import train_tokenizer
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
 from tierstream.io.sizes import format_bytes
 
 VOCABULARY = 8192

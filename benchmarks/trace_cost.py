@@ -20,11 +20,11 @@ from tempfile import TemporaryDirectory
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.machine import known_drives, load_profile
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.measure.machine import known_drives, load_profile
+from tierstream.engine.measure.train_bench import Setting, TieredBench, random_batch
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.model.shapes import architecture
 from tierstream.engine.plan import TiersConfig
-from tierstream.engine.shapes import architecture
-from tierstream.engine.train_bench import Setting, TieredBench, random_batch
 from tierstream.io.measure import Case, measure, timed
 from tierstream.io.scratch import ScratchFolder
 

@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
-from tierstream.engine import checkpoint, initialise, kernels, source
+from tierstream.engine import checkpoint
 from tierstream.engine.config import RunConfig
-from tierstream.engine.device import Device
-from tierstream.engine.machine import KnownDrive
-from tierstream.engine.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.device.device import Device
+from tierstream.engine.measure.machine import KnownDrive
 from tierstream.engine.metrics import DriveTotals
+from tierstream.engine.model import initialise, kernels
+from tierstream.engine.model.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.model.units import ModelUnits
+from tierstream.engine.moe.router_bias import check_bias_update, restore_biases
+from tierstream.engine.moe.router_loss import draws_choices, router_losses
 from tierstream.engine.plan import STATE_FOLDER, Plan, make_plan
-from tierstream.engine.router_bias import check_bias_update, restore_biases
-from tierstream.engine.router_loss import draws_choices, router_losses
-from tierstream.engine.runtime import Runtime
-from tierstream.engine.state import PlaneWriter
-from tierstream.engine.trace import Trace, TracedDirectory
-from tierstream.engine.units import ModelUnits
+from tierstream.engine.step.runtime import Runtime
+from tierstream.engine.trace.trace import Trace, TracedDirectory
+from tierstream.engine.weights import source
+from tierstream.engine.weights.state import PlaneWriter
 from tierstream.io import drives, memory
 from tierstream.io.backend import Backend, TransferPath, open_backend
 from tierstream.io.errors import ConfigError

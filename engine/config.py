@@ -15,13 +15,13 @@ from typing import Any, Literal
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config_file import load
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.eval_config import EvalConfig
-from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.plan import TiersConfig
-from tierstream.engine.sample_config import SampleConfig
-from tierstream.engine.trackers import LogConfig
+from tierstream.engine.run.eval_config import EvalConfig
+from tierstream.engine.run.sample_config import SampleConfig
+from tierstream.engine.run.trackers import LogConfig
+from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError
 
 #: fp32 logits of a chunk of the loss, and the edge of the tiles that matrix products are made of: a chunk is

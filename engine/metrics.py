@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierstream.engine.expert_use import ExpertStep
 from tierstream.engine.json_lines import Record, each_record
+from tierstream.engine.moe.use import ExpertStep
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,7 +172,7 @@ class TracedStep:
     busy_s: float
     """Of those: the lane computed."""
     idle_s: dict[str, float]
-    """The rest, by cause (see `tierstream.engine.trace_summary`), longest first."""
+    """The rest, by cause (see `tierstream.engine.trace.summary`), longest first."""
 
 
 @dataclass(kw_only=True, slots=True)

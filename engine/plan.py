@@ -10,16 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.device_memory import IN_FLIGHT_PAGES, DeviceMemory, divide, rounds_gradients
-from tierstream.engine.granules import DEVICE_GRANULES, device_granule_nbytes
+from tierstream.engine.device.memory import IN_FLIGHT_PAGES, DeviceMemory, divide, rounds_gradients
+from tierstream.engine.update.granules import DEVICE_GRANULES, device_granule_nbytes
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.capture import READS_AHEAD
 from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round_up
 
 if TYPE_CHECKING:
-    from tierstream.engine.optimizer import OptimizerConfig
-    from tierstream.engine.units import ModelUnits
+    from tierstream.engine.model.units import ModelUnits
+    from tierstream.engine.update.optimizer import OptimizerConfig
 
 #: Folder that a run makes in each of `tiers.nvme_dirs`; nothing else there is touched.
 STATE_FOLDER = "tierstream-state"
@@ -125,7 +125,7 @@ class Plan:
     boundary_nbytes: int | None
     flop_per_step: float
     spared_flop: float
-    """Most of `flop_per_step` that the recompute can leave out (engine/recompute.py)."""
+    """Most of `flop_per_step` that the recompute can leave out (engine/step/recompute.py)."""
     cpu_updates: bool
     gpu_updates: bool
 
@@ -272,7 +272,7 @@ def make_plan(
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
     """
-    from tierstream.engine.units import build_layout
+    from tierstream.engine.model.units import build_layout
 
     boundary_nbytes = rows * seq_len * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
     boundary = boundary_nbytes if tiers.activations == "dram" else None

@@ -8,14 +8,14 @@ from importlib.metadata import version
 from tierstream.engine import assemble
 from tierstream.engine.bound import plan_bound
 from tierstream.engine.config import RunConfig
-from tierstream.engine.device import Device
-from tierstream.engine.head import logits_nbytes
-from tierstream.engine.machine import KnownDrive, machine_rates
-from tierstream.engine.machine_facts import describe_machine
+from tierstream.engine.device.device import Device
+from tierstream.engine.measure.machine import KnownDrive, machine_rates
+from tierstream.engine.measure.machine_facts import describe_machine
 from tierstream.engine.metrics import DrivePlan, PlanReport, TierPlan
+from tierstream.engine.model.units import TORCH_DTYPES, ModelUnits
 from tierstream.engine.plan import Plan
-from tierstream.engine.runtime import Runtime
-from tierstream.engine.units import TORCH_DTYPES, ModelUnits
+from tierstream.engine.step.head import logits_nbytes
+from tierstream.engine.step.runtime import Runtime
 from tierstream.io.profile import MachineProfile
 from tierstream.tiered.layout import Layout, Unit
 

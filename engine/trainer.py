@@ -1,4 +1,4 @@
-"""A run from its configuration to its last checkpoint: the story. Its parts: `tierstream.engine.run`."""
+"""A run from its configuration to its last checkpoint: the story. Its parts: `tierstream.engine.run.run`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 
 from tierstream.engine import assemble
-from tierstream.engine.callbacks import Callback, Callbacks
 from tierstream.engine.config import RunConfig
 from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import RunSummary, StepMetrics
-from tierstream.engine.run import Run
-from tierstream.engine.trackers import open_trackers
+from tierstream.engine.run.callbacks import Callback, Callbacks
+from tierstream.engine.run.run import Run
+from tierstream.engine.run.trackers import open_trackers
 
 
 class Trainer:

@@ -69,7 +69,7 @@ def preview(config: PreviewConfig, console: Console) -> None:
     from tierstream.engine.data.prepare import check_packing, tokenizer_directory
     from tierstream.engine.data.rows import Rows
     from tierstream.engine.data.tokenizer import load_tokenizer
-    from tierstream.engine.meta_model import read_hf_config
+    from tierstream.engine.model.meta_model import read_hf_config
 
     data, directory = config.data, Path(config.run_dir) / "data"
     hf_config = read_hf_config(config.model)

@@ -13,9 +13,9 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.tokenizer import has_tokenizer
 from tierstream.engine.metrics import read_metrics
-from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError, DataError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.snapshot import Snapshot
@@ -23,8 +23,8 @@ from tierstream.tools.checkpoints import find_complete_checkpoint
 from tierstream.tools.options import parse_options, take_positionals
 
 if TYPE_CHECKING:
-    from tierstream.engine.model_card import RunFacts
-    from tierstream.engine.source import LoadPlan
+    from tierstream.engine.export.model_card import RunFacts
+    from tierstream.engine.weights.source import LoadPlan
 
 _POSITIONALS = ["RUN_OR_CHECKPOINT", "OUT"]
 _DESCRIPTION = "Write the model of a checkpoint (of a run: its newest) for `from_pretrained`."
@@ -65,8 +65,8 @@ def main(args: Sequence[str]) -> int:
 def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
     """Write the model of `checkpoint`. Raises TierstreamError."""
     from tierstream.engine.data.prepare import tokenizer_directory
-    from tierstream.engine.export import export_model, snapshot_reader
-    from tierstream.engine.units import units_of_run
+    from tierstream.engine.export.export import export_model, snapshot_reader
+    from tierstream.engine.model.units import units_of_run
 
     snapshot = Snapshot.open(checkpoint)
     settings = snapshot.state["settings"]
@@ -107,7 +107,7 @@ def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
 
 def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:
     """The meta model, from the architecture stored in the checkpoint: what the run began with may be gone."""
-    from tierstream.engine.meta_model import build_meta_model
+    from tierstream.engine.model.meta_model import build_meta_model
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(architecture))
@@ -118,7 +118,7 @@ def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:
 
 def _source(model: Any, config: ModelConfig, *, must_be_there: bool) -> LoadPlan | None:
     """What the run began with, if it had weights and they are still there."""
-    from tierstream.engine.source import plan_source
+    from tierstream.engine.weights.source import plan_source
 
     if config.path is None:
         return None
@@ -135,9 +135,9 @@ def _fill_buffers(
     model: Any, source: LoadPlan | None, config: ModelConfig, router_biases: Mapping[str, list[float]]
 ) -> None:
     """Buffers that belong to the weights: some moved in training, the others are those of the source."""
-    from tierstream.engine.meta_model import materialise_buffers
-    from tierstream.engine.router_bias import biases_of, restore_biases
-    from tierstream.engine.safetensors_dir import some
+    from tierstream.engine.model.meta_model import materialise_buffers
+    from tierstream.engine.moe.router_bias import biases_of, restore_biases
+    from tierstream.engine.weights.safetensors_dir import some
 
     stored = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     if not stored:
@@ -153,7 +153,7 @@ def _fill_buffers(
 
 def _facts(state: Mapping[str, Any], base_model: str | None, run_dir: Path) -> RunFacts:
     """For the model card; what the records of the run say, as far as they are there."""
-    from tierstream.engine.model_card import RunFacts
+    from tierstream.engine.export.model_card import RunFacts
 
     file = run_dir / "metrics.jsonl"
     records = (

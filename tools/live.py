@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.data.progress import Progress
 from tierstream.engine.metrics import EvalMetrics, PlanReport, RunSummary, Sample, StepMetrics
+from tierstream.engine.run.callbacks import Callback
 from tierstream.io.sizes import format_bytes
 from tierstream.tools.tables import WIDTH_COLUMNS, count, open_console, print_plan, print_summary
 

@@ -8,8 +8,8 @@ import threading
 from types import FrameType
 from typing import Any
 
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.metrics import PlanReport
+from tierstream.engine.run.callbacks import Callback
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -16,7 +16,7 @@ from tierstream.engine.data.samples import Recipe
 from tierstream.engine.data.shards import TokenStore
 from tierstream.engine.data.tokenise import OnProgress, Tokeniser, not_told
 from tierstream.engine.data.tokenizer import has_tokenizer, load_tokenizer, train_tokenizer
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
 from tierstream.io import durable
 from tierstream.io.errors import ConfigError, DataError
 

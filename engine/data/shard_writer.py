@@ -27,7 +27,7 @@ from tierstream.engine.data.shards import (
     read_shard,
     shard_directory,
 )
-from tierstream.engine.new_file import NewFile
+from tierstream.engine.export.new_file import NewFile
 from tierstream.io import durable
 from tierstream.io.errors import DataError, StorageError
 

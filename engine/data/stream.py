@@ -30,7 +30,7 @@ from tierstream.engine.data.rows import Batch, Rows, choose_packing, fit_samples
 from tierstream.engine.data.samples import UNTRAINED, Recipe, SampleMaker
 from tierstream.engine.data.shards import StoreIndex, TokenStore
 from tierstream.engine.data.tokenizer import load_tokenizer
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
 from tierstream.io.errors import ConfigError, DataError
 
 #: Bytes of a job: what a resume tokenises anew, at most, in kinds of files that can be cut.

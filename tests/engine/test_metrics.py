@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from support.example_config import Boat
 from support.steps import record
 
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.config_file import load
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import (
@@ -24,7 +23,8 @@ from tierstream.engine.metrics import (
     TierTotals,
     read_metrics,
 )
-from tierstream.engine.run_directory import RunDirectory
+from tierstream.engine.run.callbacks import Callback
+from tierstream.engine.run.directory import RunDirectory
 from tierstream.io.errors import ConfigError, StorageError
 
 

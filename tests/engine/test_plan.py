@@ -9,11 +9,12 @@ import pytest
 from support.rig import Setup, rig, tiny_config
 from support.runs import make_run
 
-from tierstream.engine import machine, plan_report
+from tierstream.engine import plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.callbacks import Callback
+from tierstream.engine.measure import machine
 from tierstream.engine.plan import Plan, TiersConfig, page_warning, size_copies, size_dram
+from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError
 from tierstream.tiered.layout import Layout

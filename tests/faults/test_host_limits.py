@@ -10,10 +10,10 @@ from support.command import use_drive
 from support.runs import final_planes, make_run, train
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
-from tierstream.engine.device import Device
+from tierstream.engine.device.device import Device
 from tierstream.engine.metrics import PlanReport
+from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io import memory
 

@@ -15,11 +15,12 @@ from support.command import Command, nothing_is_half_made, nothing_is_locked, us
 from support.faults import FaultySyscalls
 from support.runs import make_run, records, train
 
-from tierstream.engine import adam_rates, compute_rates, machine, plan_report
+from tierstream.engine import plan_report
 from tierstream.engine.bound import Rates
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
+from tierstream.engine.measure import adam_rates, compute_rates, machine
 from tierstream.engine.metrics import PlanReport, StepMetrics
+from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io import drive_rates, probes, seam
 from tierstream.io.drive_rates import Tuning

@@ -20,10 +20,10 @@ from support.command import told, use_drive
 from support.runs import dump, final_planes, make_run, records, snapshot_planes, train, train_file
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.checkpoint import checkpoints
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import StepMetrics
+from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import CheckpointError, ConfigError
 from tierstream.tiered.manifest import decode, encode

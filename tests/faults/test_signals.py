@@ -25,10 +25,10 @@ from support.runs import (
 )
 from support.signalled import train_signalled
 
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.checkpoint import checkpoints
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import StepMetrics
+from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 
 STEPS = 4

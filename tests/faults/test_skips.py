@@ -17,12 +17,12 @@ import torch
 from support.command import Command, use_drive
 from support.runs import final_planes, make_run, records, snapshot_planes, train
 
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.rows import Batch, Rows
-from tierstream.engine.gradients import GradientBuffers
-from tierstream.engine.head import Head
 from tierstream.engine.metrics import PlanReport, StepMetrics
+from tierstream.engine.run.callbacks import Callback
+from tierstream.engine.step.gradients import GradientBuffers
+from tierstream.engine.step.head import Head
 from tierstream.engine.trainer import Trainer
 from tierstream.io.posix import probe
 from tierstream.tiered.layout import Unit

@@ -25,7 +25,7 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.files import fingerprint_files
 from tierstream.engine.data.tokenizer import train_tokenizer
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
 from tierstream.io import seam
 from tierstream.tools import cli
 

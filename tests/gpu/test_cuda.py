@@ -15,9 +15,9 @@ import pytest
 import torch
 from support.rig import PlainTraining, Setup, batches, on_device, rig, same_bits, tiny_config
 
-from tierstream.engine.optimizer import OptimizerConfig
-from tierstream.engine.trace import Track
-from tierstream.engine.trace_summary import summarise
+from tierstream.engine.trace.summary import summarise
+from tierstream.engine.trace.trace import Track
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -219,7 +219,7 @@ def test_memory_does_not_grow_with_depth() -> None:
 
 @pytest.mark.parametrize("frame_bytes", [65536, 33 << 20])
 def test_pinned_arena_is_pinned(frame_bytes: int) -> None:
-    from tierstream.engine.device import Device
+    from tierstream.engine.device.device import Device
     from tierstream.tiered.arena import Arena
 
     register, unregister = Device("cuda").pinning()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.rig import PlainTraining, Setup, batches, rig, tiny_config
 
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 STEPS = 20
 

@@ -19,14 +19,14 @@ from support.rig import PlainTraining, Setup, reference_model, rig, same_bits, t
 from support.runs import make_run, records, train
 from support.token_stores import UNTRAINED, store_of
 
-from tierstream.engine.batch import Batch
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.mixture import ROWS, draw_order
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.tokenizer import load_tokenizer
-from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.step.batch import Batch
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 #: With so large an eps AdamW's first step is one of SGD, but for a factor: it does not blow rounding up.
 OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, clip_norm=None, weight_decay=0.0, schedule="constant")

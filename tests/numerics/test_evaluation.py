@@ -13,9 +13,9 @@ import transformers
 from support.families import moe_config
 from support.rig import Rig, Setup, batches, rig, same_bits, tiny_config
 
-from tierstream.engine.batch import Batch
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.step.batch import Batch
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 SET = batches(3, seed=17)
 DENSE = Setup(

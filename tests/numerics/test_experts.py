@@ -9,8 +9,8 @@ import torch
 from support.families import MOE_FAMILIES, moe_config
 from support.rig import PlainTraining, Setup, batches, rig, same_bits
 
-from tierstream.engine.batch import Batch
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.step.batch import Batch
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 Gradients = dict[str, torch.Tensor]
 

@@ -12,12 +12,12 @@ import torch
 from support.families import EAGER_ONLY, FAMILIES, MOE_FAMILIES, family_config
 from support.rig import ROWS, Setup, batches, reference_model, rig
 
-from tierstream.engine import sink_attention
-from tierstream.engine.batch import Batch
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.prepare import check_packing
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.model import sink_attention
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.step.batch import Batch
+from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError
 
 Gradients = dict[str, torch.Tensor]

@@ -14,9 +14,9 @@ import transformers
 from support.families import EAGER_ONLY, FAMILIES, family_config, moe_config
 from support.rig import Rig, Setup, batches, rig, same_bits, tiny_config
 
-from tierstream.engine import sink_attention
-from tierstream.engine.generation import Draw, generate
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.model import sink_attention
+from tierstream.engine.step.generation import Draw, generate
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 TOKENS = 12
 PROMPTS = [[5, 9, 77, 30, 8, 200, 41], [17, 4], [250, 3, 60, 60, 61]]

@@ -13,8 +13,8 @@ from support.rig import Rig, Setup, batches, keep_gradients, rig, same_bits, tin
 from support.torch_adamw import CorrectlyRoundedSqrt, needs_torch_fma, one_torch_thread, padded  # noqa: F401
 
 from tierstream import _native
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 STEPS = 4
 #: What the patterns say, said again tensor by tensor in `expected_group`.

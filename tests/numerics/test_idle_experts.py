@@ -16,10 +16,10 @@ import torch
 from support.families import moe_config
 from support.rig import PlainTraining, Rig, Setup, batches, keep_gradients, rig, same_bits
 
-from tierstream.engine.batch import Batch
-from tierstream.engine.device_kernels import cpu_adamw
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig, adamw_settings
+from tierstream.engine.device.kernels import cpu_adamw
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.step.batch import Batch
+from tierstream.engine.update.optimizer import OptimizerConfig, adamw_settings
 from tierstream.io.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,11 +13,11 @@ from support.families import moe_config
 from support.rig import Setup, batches, rig
 from support.runs import VOCABULARY, final_planes, make_run, train
 
-from tierstream.engine.batch import Batch
 from tierstream.engine.config import RunConfig
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.router_bias import biases_of
-from tierstream.engine.units import experts_of
+from tierstream.engine.model.units import experts_of
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.moe.router_bias import biases_of
+from tierstream.engine.step.batch import Batch
 from tierstream.io.errors import ConfigError
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tools.export import ExportOptions, export

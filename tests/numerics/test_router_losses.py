@@ -11,10 +11,10 @@ import transformers
 from support.families import MOE_FAMILIES, moe_config
 from support.rig import ROWS, SEQ_LEN, PlainTraining, Setup, batches, rig, tiny_config
 
-from tierstream.engine.batch import Batch
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.router_loss import find_routers
-from tierstream.engine.runtime import StepOutcome
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.moe.router_loss import find_routers
+from tierstream.engine.step.batch import Batch
+from tierstream.engine.step.runtime import StepOutcome
 from tierstream.io.errors import ConfigError, ModelSourceError
 
 #: transformers has no auxiliary loss for these; where their logits are it says since some version after 5.17.

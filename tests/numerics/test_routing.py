@@ -13,11 +13,11 @@ from support.families import moe_config
 from support.rig import PlainTraining, Setup, rig
 from torch.overrides import TorchFunctionMode
 
-from tierstream.engine.batch import Batch
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig
-from tierstream.engine.router_bias import biases_of
-from tierstream.engine.units import experts_of
+from tierstream.engine.model.units import experts_of
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.moe.router_bias import biases_of
+from tierstream.engine.step.batch import Batch
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 #: Gate of the first layer with experts.
 GATES = {"qwen3_moe": "model.layers.0.mlp.gate.weight", "deepseek_v3": "model.layers.1.mlp.gate.weight"}

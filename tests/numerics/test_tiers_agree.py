@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.rig import Rig, Setup, batches, rig, same_bits, tiny_config
 
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.update.optimizer import OptimizerConfig
 
 STEPS = 4
 Result = tuple[list[tuple[float, float]], dict[tuple[str, str], np.ndarray]]

@@ -12,9 +12,9 @@ from support.families import moe_config
 from support.rig import Rig, Setup, batches, rig, tiny_config
 from support.runs import make_run, train
 
-from tierstream.engine.callbacks import Callback
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
+from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.tools.export import ExportOptions, export
 
 LR, DECAY = 0.1, 0.1

@@ -10,8 +10,8 @@ import pytest
 from support.runs import dump, make_run
 
 import tierstream
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.config import RunConfig
+from tierstream.engine.run.callbacks import Callback
 from tierstream.io.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 def torch_cross_entropy_(
     logits: torch.Tensor, targets: torch.Tensor, trained_tokens: int, z_coef: float
 ) -> torch.Tensor:
-    """As `tierstream.engine.kernels.liger_cross_entropy_`."""
+    """As `tierstream.engine.model.kernels.liger_cross_entropy_`."""
     leaf = logits.float().requires_grad_()
     with torch.enable_grad():
         losses = F.cross_entropy(leaf, targets, ignore_index=-100, reduction="none") / trained_tokens

@@ -17,17 +17,17 @@ import transformers
 from support import families
 from support.stores import drives_in
 
-from tierstream.engine.batch import Batch
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.device import CopyFaults, Device
-from tierstream.engine.meta_model import materialise_buffers
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.device.device import CopyFaults, Device
+from tierstream.engine.model.meta_model import materialise_buffers
+from tierstream.engine.model.units import units_of_run
+from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.plan import TiersConfig, make_plan
-from tierstream.engine.runtime import Runtime, StepOutcome
-from tierstream.engine.state import PlaneWriter
-from tierstream.engine.trace import Trace, TracedDirectory
-from tierstream.engine.units import units_of_run
+from tierstream.engine.step.batch import Batch
+from tierstream.engine.step.runtime import Runtime, StepOutcome
+from tierstream.engine.trace.trace import Trace, TracedDirectory
+from tierstream.engine.update.optimizer import OptimizerConfig
+from tierstream.engine.weights.state import PlaneWriter
 from tierstream.io.backend import open_backend
 from tierstream.tiered.layout import Page
 from tierstream.tiered.stats import Faults

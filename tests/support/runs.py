@@ -16,11 +16,11 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig, checkpoint_path
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.machine import DEFAULT_TUNING
+from tierstream.engine.measure.machine import DEFAULT_TUNING
 from tierstream.engine.metrics import RunSummary
-from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.plan import TiersConfig
+from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io import probes
 from tierstream.io.backend import resolve_backend
 from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
@@ -99,8 +99,8 @@ def train_file(path: str) -> None:
 
 def train_and_be_killed(path: str, step: int) -> None:
     """As `train_file`, until the record of `step` is written; its checkpoint is not."""
-    from tierstream.engine.callbacks import Callback
     from tierstream.engine.metrics import StepMetrics
+    from tierstream.engine.run.callbacks import Callback
     from tierstream.engine.trainer import Trainer
 
     class Kill(Callback):

@@ -11,7 +11,9 @@ from typing import Any
 
 from support.faults import Call, FaultySyscalls
 
-from tierstream.engine import state, streamed_layers, update
+from tierstream.engine.step import streamed_layers
+from tierstream.engine.update import update
+from tierstream.engine.weights import state
 from tierstream.io import seam
 from tierstream.tiered import snapshot_writer
 from tierstream.tools import cli

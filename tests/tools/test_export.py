@@ -19,8 +19,8 @@ from support.runs import make_run
 from tierstream.engine.data.files import fingerprint_files
 from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.engine.metrics import StepMetrics
-from tierstream.engine.state import PlaneWriter
-from tierstream.engine.units import build_layout, find_units
+from tierstream.engine.model.units import build_layout, find_units
+from tierstream.engine.weights.state import PlaneWriter
 from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Store
 

@@ -13,9 +13,9 @@ from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import StepMetrics
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.plan import TiersConfig
-from tierstream.engine.run_directory import RunDirectory
+from tierstream.engine.run.directory import RunDirectory
 from tierstream.tiered.layout import Layout, PlaneSpec, pack_unit
 from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Store

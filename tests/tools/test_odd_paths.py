@@ -20,7 +20,7 @@ from support.runs import VOCABULARY, dump, make_run, records
 from support.storage_bench import TINY, rows
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
 
 NAME = "a b'c$HOME:é"
 

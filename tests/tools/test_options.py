@@ -74,7 +74,7 @@ def test_a_bare_truth_is_true() -> None:
 
 
 def test_hyphens_and_underscores_are_the_same() -> None:
-    from tierstream.engine.optimizer import OptimizerConfig
+    from tierstream.engine.update.optimizer import OptimizerConfig
 
     for name in ("--clip-norm", "--clip_norm"):
         config = parse_options(OptimizerConfig, [name, "3"], prog="x", description="")

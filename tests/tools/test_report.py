@@ -14,9 +14,9 @@ from support.html_page import Page
 from support.runs import make_run, train
 from support.steps import record
 
-from tierstream.engine.expert_use import CacheCounts, ExpertStep
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import StepMetrics, read_metrics
+from tierstream.engine.moe.use import CacheCounts, ExpertStep
 from tierstream.tools import cli
 from tierstream.tools.history import BUCKETS, read_history
 from tierstream.tools.report import report

@@ -67,8 +67,8 @@ def main(args: Sequence[str]) -> int:
     # As for `tierstream train`: read when OpenMP starts. A torch thread that spins on after its part would
     # take the core from the kernel that is measured next.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from tierstream.engine.adam_rates import adam_cases, thread_counts
-    from tierstream.engine.machine_facts import describe_machine
+    from tierstream.engine.measure.adam_rates import adam_cases, thread_counts
+    from tierstream.engine.measure.machine_facts import describe_machine
 
     threads = sorted(set(options.threads)) or thread_counts(len(os.sched_getaffinity(0)))
     measurements = run_cases(adam_cases(parameters, threads), options.rounds)
@@ -82,7 +82,7 @@ def main(args: Sequence[str]) -> int:
 
 def _shares(measurements: Sequence[Measurement]) -> Details:
     """Of every kernel and number of threads: its share of what memory gives."""
-    from tierstream.engine.adam_rates import MEMORY, UPDATE, traffic_of
+    from tierstream.engine.measure.adam_rates import MEMORY, UPDATE, traffic_of
 
     by_part: dict[object, dict[tuple[object, object], Measurement]] = {UPDATE: {}, MEMORY: {}}
     for measurement in measurements:

@@ -74,9 +74,9 @@ def main(args: Sequence[str]) -> int:
     if options.device is not None:
         _check_device(options.device)
     device = options.device or ("cuda:0" if torch.cuda.is_available() else None)
-    from tierstream.engine.adam_rates import thread_counts
-    from tierstream.engine.machine_facts import describe_machine
-    from tierstream.engine.memory_rates import buffer_bytes, memory_cases
+    from tierstream.engine.measure.adam_rates import thread_counts
+    from tierstream.engine.measure.machine_facts import describe_machine
+    from tierstream.engine.measure.memory_rates import buffer_bytes, memory_cases
 
     nbytes = options.memory or min(buffer_bytes(), memory_budget().available_bytes // 4)
     threads = thread_counts(len(os.sched_getaffinity(0)))
@@ -96,8 +96,8 @@ def main(args: Sequence[str]) -> int:
 
 
 def _measure_copies(name: str, sizes: Sequence[int], rounds: int) -> list[Measurement]:
-    from tierstream.engine.copy_rates import CopyBench, arena_memory, buffer_bytes, other_memories
-    from tierstream.engine.device import Device
+    from tierstream.engine.device.device import Device
+    from tierstream.engine.measure.copy_rates import CopyBench, arena_memory, buffer_bytes, other_memories
 
     device, nbytes = Device(name), buffer_bytes(sizes)
     try:

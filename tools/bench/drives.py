@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.measure.streaming import StreamedStore, stored_bytes
 from tierstream.engine.plan import STATE_FOLDER
-from tierstream.engine.streaming import StreamedStore, stored_bytes
 from tierstream.io.backend import BackendKind, Buffer, TransferPath
 from tierstream.io.drive_rates import ACCESSES, BufferKind, DriveTarget, Setting, Tuning
 from tierstream.io.drives import DirectoryLock, Drive, check_directories

@@ -70,9 +70,9 @@ def _with_processors(profile: MachineProfile) -> MachineProfile:
     """The profile with the rates of this processor and of the first GPU."""
     import torch
 
-    from tierstream.engine import adam_rates, compute_rates, copy_rates
-    from tierstream.engine.device import Device
-    from tierstream.engine.machine import compute_key, device_name
+    from tierstream.engine.device.device import Device
+    from tierstream.engine.measure import adam_rates, compute_rates, copy_rates
+    from tierstream.engine.measure.machine import compute_key, device_name
 
     threads = adam_rates.thread_counts(len(os.sched_getaffinity(0)))
     device = Device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tierstream.engine.streaming import StreamedStore
+from tierstream.engine.measure.streaming import StreamedStore
 from tierstream.io import mounts, probes, seam
 from tierstream.io.backend import BackendKind, Buffer, open_backend, resolve_backend
 from tierstream.io.drive_rates import BufferKind, Tuning, best_tuning
@@ -71,7 +71,7 @@ def measure_storage(
     paths: Sequence[str], options: StorageOptions, command: list[str]
 ) -> tuple[Result, MachineProfile]:
     """All measurements of the paths, and the profile with what was found of their drives."""
-    from tierstream.engine.machine_facts import describe_machine
+    from tierstream.engine.measure.machine_facts import describe_machine
     from tierstream.tools.bench.drives import MeasuredPath, check_paths
 
     profile = start_profile(options)

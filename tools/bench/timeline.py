@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tierstream.engine.trace_file import trace_json
-from tierstream.engine.trace_picture import picture
-from tierstream.engine.train_bench import TieredBench, TieredCase
+from tierstream.engine.measure.train_bench import TieredBench, TieredCase
+from tierstream.engine.trace.file import trace_json
+from tierstream.engine.trace.picture import picture
 from tierstream.io.measure import Case
 from tierstream.tools.bench.report import TracedCase
 

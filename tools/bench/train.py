@@ -13,10 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from tierstream.engine import kernels
 from tierstream.engine.config import RunConfig
+from tierstream.engine.model import kernels
+from tierstream.engine.model.shapes import architecture
 from tierstream.engine.plan import page_warning
-from tierstream.engine.shapes import architecture
 from tierstream.io.drives import check_directories
 from tierstream.io.errors import BudgetError, ConfigError, TierstreamError
 from tierstream.io.scratch import ScratchFolder
@@ -28,11 +28,11 @@ from tierstream.tools.bench.train_options import TrainBenchOptions, errors_name_
 from tierstream.tools.options import parse_options
 
 if TYPE_CHECKING:
-    from tierstream.engine.batch import Batch
     from tierstream.engine.bound import Rates
     from tierstream.engine.byte_size import ByteSize
-    from tierstream.engine.machine import KnownDrive
-    from tierstream.engine.train_bench import Setting
+    from tierstream.engine.measure.machine import KnownDrive
+    from tierstream.engine.measure.train_bench import Setting
+    from tierstream.engine.step.batch import Batch
     from tierstream.tools.bench.training import MeasuredCase, Row
 
 _PROG = "tierstream bench train"
@@ -76,7 +76,7 @@ def main(args: Sequence[str]) -> int:
         for layers, stream in itertools.product(depths, options.stream):
             bench.config.moe.stream = stream
             bench.measure(layers, baselines=stream == options.stream[0])
-    from tierstream.engine.machine_facts import describe_machine
+    from tierstream.engine.measure.machine_facts import describe_machine
     from tierstream.tools.bench.training import NOTES, details, peer_details, plots
 
     command = shlex.split(_PROG) + list(args)
@@ -110,9 +110,9 @@ class _Bench:
         import torch
 
         from tierstream.engine import assemble
-        from tierstream.engine.device import Device
-        from tierstream.engine.machine import known_drives, load_profile, machine_rates
-        from tierstream.engine.train_bench import random_batch
+        from tierstream.engine.device.device import Device
+        from tierstream.engine.measure.machine import known_drives, load_profile, machine_rates
+        from tierstream.engine.measure.train_bench import random_batch
 
         assemble.set_determinism(config)
         profile = load_profile(config.tiers)
@@ -129,7 +129,7 @@ class _Bench:
 
     def measure(self, layers: int, *, baselines: bool) -> None:
         """All cases at this depth."""
-        from tierstream.engine.train_bench import release_device_memory
+        from tierstream.engine.measure.train_bench import release_device_memory
         from tierstream.tools.bench.training import peer_row
 
         shape = architecture(self.options.shape, layers)
@@ -150,7 +150,7 @@ class _Bench:
         self, layers: int, peers: Sequence[PeerCase], *, resident: bool
     ) -> list[tuple[Setting, float]]:
         """Ours and these peers, in turn. Returns the setting and the loss of every step from the tiers."""
-        from tierstream.engine.train_bench import ResidentCase, Setting, TieredBench
+        from tierstream.engine.measure.train_bench import ResidentCase, Setting, TieredBench
         from tierstream.tools.bench.timeline import record_case
         from tierstream.tools.bench.training import MeasuredCase, case_name
 
@@ -214,8 +214,8 @@ class _Bench:
 
     def _peer(self, name: PeerName) -> PeerCase:
         """For the model that is measured now."""
-        from tierstream.engine.meta_model import build_meta_model
-        from tierstream.engine.units import find_units
+        from tierstream.engine.model.meta_model import build_meta_model
+        from tierstream.engine.model.units import find_units
 
         options, config = self.options, self.config
         assert options.clip_norm is not None
@@ -235,7 +235,7 @@ class _Bench:
 
     def _check(self, layers: int, history: list[tuple[Setting, float]]) -> None:
         """Sets the losses beside those of a run with all that fits on the device."""
-        from tierstream.engine.train_bench import resident_losses
+        from tierstream.engine.measure.train_bench import resident_losses
         from tierstream.tools.bench.training import difference
 
         steps = [setting for setting, _ in history]

@@ -13,11 +13,11 @@ from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.config_tree import option
 from tierstream.engine.data.config import DataConfig
-from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.moe_config import MoeConfig
-from tierstream.engine.optimizer import OptimizerConfig
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.model.shapes import ShapeName, has_experts
+from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.plan import TiersConfig
-from tierstream.engine.shapes import ShapeName, has_experts
+from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError, TierstreamError
 from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import PEER_NAMES, PeerName

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from tierstream.engine.bound import Bound
+from tierstream.engine.measure.train_bench import RunRecord, Setting
 from tierstream.engine.plan import Plan
-from tierstream.engine.train_bench import RunRecord, Setting
 from tierstream.io.measure import Measurement
 from tierstream.tools.bench.peers import PeerCase
 from tierstream.tools.bench.plots import PlotSpec

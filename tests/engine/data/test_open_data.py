@@ -11,7 +11,7 @@ from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.prepare import open_data
 from tierstream.engine.data.progress import Progress
 from tierstream.engine.data.shards import TokenStore
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
 from tierstream.io.errors import ConfigError, DataError
 
 MODEL = ModelConfig(config="none")

@@ -14,12 +14,12 @@ from support.families import moe_config
 from support.rig import tiny_config
 from support.runs import make_run
 
-from tierstream.engine.callbacks import Callback
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.prepare import check_packing, open_data, position_warning, tokenizer_directory
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.tokenizer import load_tokenizer
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import ConfigError, DataError
 

@@ -17,7 +17,7 @@ from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.files import fingerprint_files
 from tierstream.engine.data.stream import StreamedRows, open_stream
 from tierstream.engine.data.tokenizer import train_tokenizer
-from tierstream.engine.model_config import ModelConfig
+from tierstream.engine.model.config import ModelConfig
 from tierstream.io.errors import ConfigError, DataError
 
 LINES = [7, 1, 12]

@@ -21,7 +21,7 @@ def bench(capsys: pytest.CaptureFixture[str]) -> StorageBench:
 def made_up_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor of this machine needs no measuring."""
     rates = Rates(flop_per_s=1e12, upload=None, update_parameters_per_s=1e9)
-    monkeypatch.setattr("tierstream.engine.machine.machine_rates", lambda *args: rates)
+    monkeypatch.setattr("tierstream.engine.measure.machine.machine_rates", lambda *args: rates)
 
 
 @pytest.fixture

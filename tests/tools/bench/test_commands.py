@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tierstream.engine import copy_rates
-from tierstream.engine.adam_rates import BYTES_PER_PARAMETER, traffic_of
+from tierstream.engine.measure import copy_rates
+from tierstream.engine.measure.adam_rates import BYTES_PER_PARAMETER, traffic_of
 from tierstream.io.measure import Measurement
 from tierstream.tools import cli
 from tierstream.tools.bench import copy

@@ -13,7 +13,7 @@ from support.drive_kinds import small_ext4
 from support.faults import Call, FaultySyscalls
 from support.storage_bench import TINY, StorageBench, rows, unexpected
 
-from tierstream.engine import adam_rates, compute_rates, copy_rates
+from tierstream.engine.measure import adam_rates, compute_rates, copy_rates
 from tierstream.io import probes, seam
 from tierstream.io.drive_rates import Tuning
 from tierstream.io.profile import MachineProfile, drive_identity

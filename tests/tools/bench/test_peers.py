@@ -18,8 +18,8 @@ import psutil
 import pytest
 from support.storage_bench import StorageBench
 
-from tierstream.engine.optimizer import OptimizerConfig
-from tierstream.engine.shapes import architecture
+from tierstream.engine.model.shapes import architecture
+from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import Job, PeerError, PeerProcess
 

@@ -20,8 +20,8 @@ from support.drive_kinds import drive_of_kind, open_descriptors, small_ext4
 from support.faults import FaultySyscalls, fail, refuse_direct_open
 from support.storage_bench import TINY, StorageBench, rows, unexpected
 
+from tierstream.engine.measure.streaming import StreamedStore
 from tierstream.engine.plan import STATE_FOLDER
-from tierstream.engine.streaming import StreamedStore
 from tierstream.io import seam
 from tierstream.io.drives import DirectoryLock
 from tierstream.io.posix import create_file

@@ -35,7 +35,7 @@ def running(self, *args):
 DriveTarget.run = running
 """,
     "a pass over the store": """
-from tierstream.engine.streaming import StreamedStore
+from tierstream.engine.measure.streaming import StreamedStore
 run = StreamedStore._run
 def running(self, *args):
     print("running", flush=True)

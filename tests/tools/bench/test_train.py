@@ -19,9 +19,9 @@ import torch
 from support.png import size_of
 from support.storage_bench import StorageBench, everything_under
 
-from tierstream.engine import train_bench
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.train_bench import Setting
+from tierstream.engine.measure import train_bench
+from tierstream.engine.measure.train_bench import Setting
 from tierstream.io.measure import Measurement
 from tierstream.tools.bench.result import figure, label_value
 from tierstream.tools.bench.training import case_name, difference, plots
@@ -29,7 +29,7 @@ from tierstream.tools.bench.training import case_name, difference, plots
 pytestmark = pytest.mark.usefixtures("made_up_rates")
 
 TINY = shlex.split("train --device cpu --rows 2 --seq-len 16 --steps 2 --rounds 2 --dtype float32")
-#: Parameters of the tiny shape that are multiplied with: see tests/engine/test_train_bench.py.
+#: Parameters of the tiny shape that are multiplied with: see tests/engine/measure/test_train_bench.py.
 PARAMETERS = 4 * (64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 176 + 2 * 64) + 1000 * 64 + 64
 TOKENS = 2 * 16
 CASES = ["tiered, clip 0.5", "tiered, no clipping", "resident"]
@@ -280,7 +280,7 @@ def test_help_imports_nothing_heavy() -> None:
 MOMENTS = {
     "the state is filled": """
 import time
-from tierstream.engine import initialise
+from tierstream.engine.model import initialise
 draw = initialise._draw
 def running(*args):  # by threads, each of which ends what it draws
     print("running", flush=True)
@@ -289,7 +289,7 @@ def running(*args):  # by threads, each of which ends what it draws
 initialise._draw = running
 """,
     "steps": """
-from tierstream.engine.train_bench import TieredBench
+from tierstream.engine.measure.train_bench import TieredBench
 run = TieredBench.run
 def running(self, case, steps):
     print("running", flush=True)

@@ -33,7 +33,7 @@ from tierstream.io.measure import Case, Labels, Sample
 from tierstream.io.scratch import ScratchFolder
 
 if TYPE_CHECKING:
-    from tierstream.engine.train_bench import RunRecord
+    from tierstream.engine.measure.train_bench import RunRecord
 
 PeerName = Literal["deepspeed-cpu", "deepspeed-nvme", "fsdp2-offload"]
 PEER_NAMES: tuple[PeerName, ...] = get_args(PeerName)
@@ -243,7 +243,7 @@ class PeerCase:
 
     def run(self, steps: int) -> Sample:
         """Some steps; recorded."""
-        from tierstream.engine.train_bench import RunRecord
+        from tierstream.engine.measure.train_bench import RunRecord
 
         turn = self.process.run(steps)
         record = RunRecord(

@@ -15,13 +15,13 @@ from typing import Any, TextIO
 
 import torch
 
-from tierstream.engine.batch import Batch
-from tierstream.engine.initialise import init_weights
-from tierstream.engine.meta_model import build_meta_model, materialise_buffers
-from tierstream.engine.model_config import ModelConfig
-from tierstream.engine.resident import replace_parameters
-from tierstream.engine.train_bench import random_batch
-from tierstream.engine.units import find_units
+from tierstream.engine.measure.resident import replace_parameters
+from tierstream.engine.measure.train_bench import random_batch
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.model.initialise import init_weights
+from tierstream.engine.model.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.model.units import find_units
+from tierstream.engine.step.batch import Batch
 from tierstream.io import memory
 from tierstream.tools.bench.peers import Job, Turn
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tierstream.engine.batch import Batch
-from tierstream.engine.units import find_units
+from tierstream.engine.model.units import find_units
+from tierstream.engine.step.batch import Batch
 from tierstream.tools.bench.peers import Job
 from tierstream.tools.bench.peers.child import Training, build_model, loss_of, parameter_groups, serve
 

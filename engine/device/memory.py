@@ -1,0 +1,190 @@
+"""How the device's memory is divided: buffers that streamed units share in turn, and units that stay.
+
+A unit that stays has all of its state on the device: nothing of it moves, and its update takes a pass through
+device memory. The first units in forward order stay, as many as the budget allows: their forward runs while
+the updates of the others are still under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from tierstream.io.errors import BudgetError
+from tierstream.io.sizes import format_bytes
+from tierstream.tiered.layout import ITEM_BYTES, Layout, Unit
+
+if TYPE_CHECKING:
+    from tierstream.engine.model.units import ModelUnits
+
+#: Groups of buffers that units share; embedding, head and the units that stay have their own, by their names.
+LAYER_GROUP, BESIDE_GROUP, EXPERT_GROUP, ACTIVATION_GROUP = "layers", "beside", "experts", "activations"
+#: Slots for weights of experts where no budget says how many: one computed with, two on their way, one ahead.
+_EXPERT_SLOTS = 4
+#: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
+#: little DRAM.
+IN_FLIGHT_PAGES = 4
+_SUM_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Persistent buffers.
+
+    Attributes:
+        slots: of uploads: group -> (count, bytes of one).
+        sums: of gradients, in fp32: group -> (count, elements of one).
+        group_of: unit -> its group in both.
+        resident: units that stay, in forward order.
+        expert_slots: count and bytes of the slots for weights of experts; None: there are no experts.
+        layer_slots: layers whose weights may be there at once, of those that are streamed.
+        nbytes: all of it, the planes of the units that stay and pages that pass through included.
+    """
+
+    slots: Mapping[str, tuple[int, int]]
+    sums: Mapping[str, tuple[int, int]]
+    group_of: Mapping[str, str]
+    resident: tuple[str, ...]
+    expert_slots: tuple[int, int] | None
+    layer_slots: int
+    nbytes: int
+
+
+def divide(
+    units: ModelUnits,
+    layout: Layout,
+    *,
+    boundary_nbytes: int | None,
+    passing_nbytes: int,
+    expert_nbytes: int | None,
+    budget: int | None,
+) -> DeviceMemory:
+    """Divides the budget; None: as little as training takes.
+
+    Args:
+        layout: with every plane of every unit.
+        boundary_nbytes: of a staged activation; None: none is staged.
+        passing_nbytes: for pages that pass through.
+        expert_nbytes: for weights of experts, of which none stays for good; None: a few experts.
+
+    Raises:
+        BudgetError: the budget holds neither all units nor two layers beside the ends, or `expert_nbytes` do
+            not hold one expert.
+    """
+    division = _Division(units, layout, boundary_nbytes, passing_nbytes, expert_nbytes)
+    order = tuple(unit.name for unit in units.without_experts)
+    # Not always less with fewer that stay: with all of them no page passes through, and no slot is shared.
+    *most_first, least = (
+        division.made(order[:count], division.least_slots(order[:count]))
+        for count in range(len(order), -1, -1)
+    )
+    if budget is None:
+        return least
+    best = next((memory for memory in (*most_first, least) if memory.nbytes <= budget), None)
+    if best is None:
+        layer_nbytes = least.slots[LAYER_GROUP][1]
+        rest = least.nbytes - least.layer_slots * layer_nbytes
+        raise BudgetError(
+            f"tiers.gpu is {format_bytes(budget)}, but two layers of {format_bytes(layer_nbytes)} beside "
+            f"embedding, head, {'' if least.expert_slots is None else 'experts, '}gradient sums, staged "
+            "activations and pages that pass through "
+            f"({format_bytes(rest)}) need {format_bytes(least.nbytes)}; raise tiers.gpu, or lower "
+            f"train.rows_per_step{'' if least.expert_slots is None else ' or moe.gpu_cache'}"
+        )
+    streamed = len(units.layers) - sum(name in best.resident for name in division.layer_names)
+    if LAYER_GROUP in best.slots:
+        spare = (budget - best.nbytes) // best.slots[LAYER_GROUP][1]
+        best = division.made(best.resident, min(streamed, best.layer_slots + spare))
+    return best
+
+
+def rounds_gradients(layout: Layout) -> bool:
+    """Whether pages of gradients are rounded on their way down, in buffers of their own."""
+    return any(spec.plane == "grad" and spec.dtype == "bfloat16" for spec in layout.planes.values())
+
+
+class _Division:
+    def __init__(
+        self,
+        units: ModelUnits,
+        layout: Layout,
+        boundary_nbytes: int | None,
+        passing_nbytes: int,
+        expert_nbytes: int | None,
+    ) -> None:
+        self._units, self._layout = units, layout
+        self._boundary_nbytes, self._passing_nbytes = boundary_nbytes, passing_nbytes
+        self.layer_names = [unit.name for unit in units.layers]
+        self._ends = {unit.name for unit in (*units.begin, units.head)}
+        self._experts = [unit for experts in units.experts for unit in experts]
+        self._expert_slots = _expert_slots(self._experts, expert_nbytes)
+
+    def least_slots(self, resident: tuple[str, ...]) -> int:
+        """Layer slots without which streaming does not overlap with computing."""
+        return min(2, sum(name not in resident for name in self.layer_names))
+
+    def made(self, resident: tuple[str, ...], layer_slots: int) -> DeviceMemory:
+        units = self._units
+        own = [unit for unit in units.without_experts if unit.name in {*resident, *self._ends}]
+        slots = {unit.name: (1, _weight_nbytes(unit)) for unit in own}
+        sums = {unit.name: (1, unit.numel) for unit in own}
+        group_of = {unit.name: unit.name for unit in own}
+
+        def share(group: str, sharing: Sequence[Unit], slot_count: int, sum_count: int) -> None:
+            if not sharing:
+                return
+            if slot_count:
+                slots[group] = slot_count, max(_weight_nbytes(unit) for unit in sharing)
+            sums[group] = min(sum_count, len(sharing)), max(unit.numel for unit in sharing)
+            group_of.update(dict.fromkeys((unit.name for unit in sharing), group))
+
+        together = max(len(beside) for beside in units.beside)
+        layers, beside = (
+            [unit for unit in sharing if unit.name not in group_of]
+            for sharing in (units.layers, chain(*units.beside))
+        )
+        share(LAYER_GROUP, layers, layer_slots, 2)
+        share(BESIDE_GROUP, beside, max(layer_slots, 1) * together, 2 * together)
+        share(EXPERT_GROUP, self._experts, 0, 2)
+        everything_stays = len(resident) == len(units.in_forward_order)
+        nbytes = 0 if everything_stays else self._passing_nbytes
+        if self._expert_slots is not None:
+            nbytes += self._expert_slots[0] * self._expert_slots[1]
+        if self._boundary_nbytes is not None:
+            slots[ACTIVATION_GROUP] = min(2, len(units.layers)), self._boundary_nbytes
+        nbytes += sum(count * size for count, size in slots.values())
+        nbytes += _SUM_BYTES * sum(count * numel for count, numel in sums.values())
+        nbytes += sum(  # the weights have slots
+            spec.nbytes
+            for spec in self._layout.planes.values()
+            if spec.durable and spec.plane != "weight" and spec.unit in resident
+        )
+        return DeviceMemory(
+            slots=slots,
+            sums=sums,
+            group_of=group_of,
+            resident=resident,
+            expert_slots=self._expert_slots,
+            layer_slots=layer_slots,
+            nbytes=nbytes,
+        )
+
+
+def _weight_nbytes(unit: Unit) -> int:
+    return unit.numel * ITEM_BYTES[unit.dtype]
+
+
+def _expert_slots(experts: Sequence[Unit], budget: int | None) -> tuple[int, int] | None:
+    """Count and bytes of the slots for weights of experts."""
+    if not experts:
+        return None
+    size = max(_weight_nbytes(unit) for unit in experts)
+    count = min(_EXPERT_SLOTS if budget is None else budget // size, len(experts))
+    if count < 1:
+        raise BudgetError(
+            f"moe.gpu_cache is {format_bytes(budget or 0)}, and an expert takes {format_bytes(size)}; raise "
+            "it to that at least, or leave it out"
+        )
+    return count, size

@@ -1,0 +1,164 @@
+"""What this machine gives to a run: from its profile where that holds (`tierstream bench --profile`),
+measured now where it does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tierstream.engine.bound import Rates
+from tierstream.engine.device.device import Device
+from tierstream.engine.measure import adam_rates, compute_rates, copy_rates
+from tierstream.engine.plan import TiersConfig
+from tierstream.io import probes
+from tierstream.io.backend import DEFAULT_QUEUE_DEPTH, DEFAULT_TASK_BYTES, DEFAULT_THREADS, resolve_backend
+from tierstream.io.drive_rates import Tuning
+from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive
+
+DEFAULT_TUNING = Tuning(
+    threads=DEFAULT_THREADS, task_bytes=DEFAULT_TASK_BYTES, queue_depth=DEFAULT_QUEUE_DEPTH
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDrive:
+    """One of `tiers.nvme_dirs`: how it is worked on, and what it gives.
+
+    Attributes:
+        rates: None where it could not be measured.
+        weight: share of the traffic that it should carry, relative to the others.
+        device: number of its block device.
+    """
+
+    directory: str
+    device: str
+    tuning: Tuning
+    rates: DriveProfile | None
+    weight: float
+
+
+def load_profile(tiers: TiersConfig) -> MachineProfile:
+    """The profile that the run names; an empty one if it names none.
+
+    Raises:
+        StorageError, ConfigError: it is missing or damaged.
+    """
+    return MachineProfile() if tiers.profile is None else MachineProfile.load(tiers.profile)
+
+
+def explain_profile(tiers: TiersConfig, profile: MachineProfile) -> list[str]:
+    """What of the profile is used here and what is not, for people."""
+    if tiers.profile is None:
+        return []
+    if profile.cpu != probes.cpu_model():
+        there, here = profile.cpu, probes.cpu_model()
+        return [f"{tiers.profile} is of another machine ({there}; this is {here}): measured now"]
+    backend, lines = resolve_backend(tiers.backend), []
+    for directory in tiers.nvme_dirs or []:
+        known = profile.drive_for(directory, backend)
+        state = f"as of {profile.measured}" if known else f"not in it by way of {backend}: measured now"
+        lines.append(f"{tiers.profile}: {directory} {state}")
+    return lines
+
+
+def known_drives(tiers: TiersConfig, profile: MachineProfile) -> list[KnownDrive]:
+    """Tuning, rates and weight of every directory of the run; drives that the profile does not know are
+    measured, each once.
+
+    The weight of a directory is the mixed rate of its drive, shared with the run's other directories there;
+    1 for all if any is not known.
+
+    Raises:
+        StorageError: a drive fails.
+    """
+    backend = resolve_backend(tiers.backend)
+    if profile.cpu != probes.cpu_model():  # device numbers mean something else on another machine
+        profile = MachineProfile()
+    directories = tiers.nvme_dirs or []
+    devices = [drive_identity(directory)[0] for directory in directories]
+    found: dict[str, DriveProfile | None] = {}
+    for directory, device in zip(directories, devices, strict=True):
+        if device not in found:
+            fallback = _tuning(tiers, DEFAULT_TUNING)
+            found[device] = profile.drive_for(directory, backend) or measure_drive(
+                directory, backend, fallback
+            )
+    users = Counter(devices)
+    rates = [found[device] for device in devices]
+    known = [entry for entry in rates if entry is not None]
+    weights = [entry.mixed / users[entry.device] for entry in known]
+    if len(known) < len(directories):
+        weights = [1.0] * len(directories)
+    return [
+        KnownDrive(
+            directory, device, _tuning(tiers, entry.tuning if entry else DEFAULT_TUNING), entry, weight
+        )
+        for directory, device, entry, weight in zip(directories, devices, rates, weights, strict=True)
+    ]
+
+
+def _tuning(tiers: TiersConfig, tuning: Tuning) -> Tuning:
+    return tuning if tiers.io_threads is None else replace(tuning, threads=tiers.io_threads)
+
+
+def machine_rates(
+    profile: MachineProfile,
+    drives: Sequence[KnownDrive],
+    device: Device,
+    dtype: torch.dtype,
+    threads: int,
+) -> Rates:
+    """All rates that bound a step.
+
+    Args:
+        dtype: of the weights. threads: of the update.
+    """
+    same_cpu = profile.cpu == probes.cpu_model()
+    same_device = same_cpu if not device.is_cuda else profile.gpu == device_name(device)
+    compute = profile.compute.get(compute_key(device, dtype)) if same_device else None
+    update = profile.update.get(str(threads)) if same_cpu else None
+    upload = profile.copy.get("upload") if same_device and device.is_cuda else None
+    read, write, mixed = _together(drives)
+    return Rates(
+        flop_per_s=compute or compute_rates.matmul_rate(device, dtype),
+        upload=(upload or copy_rates.upload_rate(device)) if device.is_cuda else None,
+        update_parameters_per_s=update or adam_rates.update_rate(threads),
+        nvme_read=read,
+        nvme_write=write,
+        nvme_read_mixed=mixed and mixed / 2,
+        nvme_write_mixed=mixed and mixed / 2,
+    )
+
+
+def device_name(device: Device) -> str:
+    """Name of the GPU; empty for the CPU."""
+    return torch.cuda.get_device_name(device.torch_device) if device.is_cuda else ""
+
+
+def compute_key(device: Device, dtype: torch.dtype) -> str:
+    """Key of a matrix product's rate in a profile, e.g. "cuda bfloat16"."""
+    return f"{device.torch_device.type} {str(dtype).removeprefix('torch.')}"
+
+
+def _together(drives: Sequence[KnownDrive]) -> tuple[float | None, float | None, float | None]:
+    """(read, write, both at once) of all drives side by side, when each carries its share: the one that is
+    done last sets the pace.
+    """
+    share: Counter[str] = Counter()
+    rates: dict[str, DriveProfile] = {}
+    for drive in drives:
+        if drive.rates is None:
+            return None, None, None
+        share[drive.device] += drive.weight / sum(each.weight for each in drives)  # type: ignore[assignment]
+        rates[drive.device] = drive.rates
+    if not rates:
+        return None, None, None
+    read, write, mixed = (
+        min(getattr(rates[device], kind) / share[device] for device in rates)
+        for kind in ("read", "write", "mixed")
+    )
+    return read, write, mixed

@@ -1,0 +1,305 @@
+"""Carves a transformers decoder into units.
+
+Nothing here goes by the model's name: the embedding, the layers and the output matrix are found through
+transformers' own accessors (`get_decoder`, `get_input_embeddings`, `get_output_embeddings`), and what lies
+outside is the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tierstream.engine.model.anatomy import Anatomy, find_anatomy
+from tierstream.engine.update.groups import Groups, find_groups
+from tierstream.engine.update.optimizer import OptimizerConfig
+from tierstream.io.errors import ModelSourceError
+from tierstream.tiered.layout import Layout, PlaneSpec, TensorSpec, Unit, pack_unit
+
+if TYPE_CHECKING:
+    from tierstream.engine.moe.config import MoeConfig
+
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+EMBED, AROUND, HEAD = "embed", "around", "head"
+
+
+def layer_name(index: int) -> str:
+    return f"layers.{index}"
+
+
+@dataclass(frozen=True)
+class ModelUnits:
+    """A decoder as units.
+
+    Attributes:
+        tables: of further modules that look rows up.
+        around: all else around the layers but the final norm, one for each type.
+        layers: of each layer what all of its tokens need.
+        beside: of each layer the tensors of another type (a router in fp32 among bf16), streamed with it.
+        experts: of each layer its experts, in order; none in a dense layer, nor where they are part of it.
+        passed_by: of each layer the parameters of experts that a token does not go to; 0 in a dense one.
+        tied: the output matrix is the embedding; then the final norm lives in `embed` and `head is embed`.
+    """
+
+    embed: Unit
+    tables: tuple[Unit, ...]
+    around: tuple[Unit, ...]
+    layers: tuple[Unit, ...]
+    beside: tuple[tuple[Unit, ...], ...]
+    experts: tuple[tuple[Unit, ...], ...]
+    passed_by: tuple[int, ...]
+    head: Unit
+    tied: bool
+    groups: Groups
+    anatomy: Anatomy
+
+    @property
+    def begin(self) -> tuple[Unit, ...]:
+        """What comes before the layers."""
+        return (self.embed, *self.tables, *self.around)
+
+    @property
+    def without_experts(self) -> tuple[Unit, ...]:
+        """In forward order, those that every step computes with."""
+        ends = () if self.tied else (self.head,)
+        parts = zip(self.layers, self.beside, strict=True)
+        return (*self.begin, *(unit for layer, beside in parts for unit in (layer, *beside)), *ends)
+
+    @property
+    def in_forward_order(self) -> tuple[Unit, ...]:
+        ends = () if self.tied else (self.head,)
+        parts = zip(self.layers, self.beside, self.experts, strict=True)
+        return (*self.begin, *(unit for layer, *more in parts for unit in (layer, *chain(*more))), *ends)
+
+    @property
+    def numel(self) -> int:
+        """Trained parameters, without padding."""
+        return sum(tensor.numel for unit in self.in_forward_order for tensor in unit.tensors)
+
+    def decayed(self) -> list[str]:
+        """Parameters that weight decay moves."""
+        return [name for name, group in self.groups.of.items() if self.groups.table[group].weight_decay]
+
+
+def experts_of(layer: nn.Module) -> nn.Module | None:
+    """The module that holds a layer's experts, each parameter of it a stack; None in a dense layer.
+
+    It is known by the flags that transformers' `use_experts_implementation` gives to such a module. One that
+    norms the experts' outputs itself is none: it does not go through the experts interface expert by expert.
+    """
+    found = [module for module in layer.modules() if _holds_experts(module)]
+    return found[0] if len(found) == 1 else None
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return (
+        hasattr(module, "_apply_gate")
+        and hasattr(module, "is_transposed")
+        and not getattr(module, "has_post_expert_norm", False)
+    )
+
+
+def tensors_by_part(model: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[Unit, TensorSpec]]:
+    """Every tensor of `units`, unit after unit; in place of a stack of experts, its parts."""
+    stacks = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if _holds_experts(module)
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    for unit in units:
+        for spec in unit.tensors:
+            whole_stack = spec.part is None and spec.name in stacks
+            yield from ((unit, part) for part in (spec.parts() if whole_stack else (spec,)))
+
+
+def find_units(
+    model: Any, *, experts_apart: bool = True, optimizer: OptimizerConfig | None = None
+) -> ModelUnits:
+    """Units of a causal language model built by transformers (on any device, `meta` included).
+
+    Args:
+        experts_apart: each expert is a unit; else those of a layer are part of it.
+        optimizer: its groups decide where a tensor lies in its unit. None: the default one.
+
+    Raises:
+        ModelSourceError: the model has no decoder layers, or parameters that tierstream cannot stream yet.
+        ConfigError: see `find_groups`.
+    """
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    output, kind = model.get_output_embeddings(), type(model).__name__
+    known = model.get_input_embeddings() is not None and output is not None
+    if not isinstance(layers, nn.ModuleList) or not layers or not known:
+        raise ModelSourceError(
+            f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
+        )
+    anatomy = find_anatomy(model)
+    packer = _Packer(model, experts_apart, optimizer or OptimizerConfig())
+    embedding, *tables = (list(model.get_submodule(name).parameters()) for name in anatomy.tables)
+    norm = [] if anatomy.norm is None else list(model.get_submodule(anatomy.norm).parameters())
+    ids_of_ends = {id(p) for p in (*norm, *output.parameters())} - {id(p) for p in embedding}
+    ids_elsewhere = {id(p) for p in chain(embedding, *tables, *(layer.parameters() for layer in layers))}
+    ends = [p for p in model.parameters() if id(p) in ids_of_ends]
+    around = [p for p in model.parameters() if id(p) not in ids_of_ends | ids_elsewhere]
+    tied = any(p is e for p in output.parameters() for e in embedding)
+    embed = packer.whole(EMBED, [*embedding, *ends] if tied else embedding)
+    parts = [packer.layer(layer_name(index), layer) for index, layer in enumerate(layers)]
+    return ModelUnits(
+        embed=embed,
+        tables=tuple(packer.whole(f"tables.{index}", own) for index, own in enumerate(tables)),
+        around=packer.by_type(AROUND, around),
+        layers=tuple(main for main, _, _ in parts),
+        beside=tuple(beside for _, beside, _ in parts),
+        experts=tuple(experts for _, _, experts in parts),
+        passed_by=tuple(packer.passed_by(layer) for layer in layers),
+        head=embed if tied else packer.whole(HEAD, ends),
+        tied=tied,
+        groups=packer.groups,
+        anatomy=anatomy,
+    )
+
+
+def units_of_run(model: Any, moe: MoeConfig, optimizer: OptimizerConfig) -> ModelUnits:
+    """`find_units` as the settings of a run want it."""
+    return find_units(model, experts_apart=moe.experts_apart, optimizer=optimizer)
+
+
+class _Packer:
+    """Makes units of a model's parameters."""
+
+    def __init__(self, model: Any, experts_apart: bool, optimizer: OptimizerConfig) -> None:
+        self._kind, self._apart = type(model).__name__, experts_apart
+        self._active = getattr(model.config, "num_experts_per_tok", None)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        modules = (experts_of(layer) for layer in model.get_decoder().layers)
+        stacks = [p for module in modules if module for p in module.parameters(recurse=False)]
+        self._stacks = {id(p) for p in stacks}
+        # A stack of vectors is a matrix by accident.
+        vectors = {n for n, p in model.named_parameters() if p.dim() - (id(p) in self._stacks) < 2}
+        self.groups = find_groups(list(self._names.values()), vectors, optimizer, self._kind)
+        fewest, active = min((len(p) for p in stacks), default=1), self._active or 1
+        if fewest < active:
+            raise ModelSourceError(
+                f"{self._kind}: a layer has {fewest} experts and each token goes to {active} of them "
+                "(num_experts_per_tok); correct the config.json"
+            )
+
+    def whole(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> Unit:
+        """One unit."""
+        main, beside = self._by_type(unit_name, parameters)
+        if beside:
+            raise ModelSourceError(
+                f"{self._kind}: the parameters of {unit_name} have the types {main.dtype} and "
+                f"{', '.join(unit.dtype for unit in beside)}; only layers may have more than one"
+            )
+        return main
+
+    def layer(self, unit_name: str, layer: nn.Module) -> tuple[Unit, tuple[Unit, ...], tuple[Unit, ...]]:
+        """The layer's own unit, those beside it, those of its experts."""
+        parameters = list(layer.parameters())
+        stacks = [p for p in parameters if self._apart and id(p) in self._stacks]
+        dense = [p for p in parameters if not self._apart or id(p) not in self._stacks]
+        main, beside = self._by_type(unit_name, dense)
+        count = len(stacks[0]) if stacks else 0
+        experts = tuple(self._expert(f"{unit_name}.experts.{i}", stacks, i) for i in range(count))
+        return main, beside, experts
+
+    def passed_by(self, layer: nn.Module) -> int:
+        """Parameters of the experts that a token does not go to; as if to all, if that is not known."""
+        stacks = [p for p in layer.parameters() if id(p) in self._stacks]
+        if not stacks or self._active is None:
+            return 0
+        return (len(stacks[0]) - self._active) * sum(p[0].numel() for p in stacks)
+
+    def _expert(self, unit_name: str, stacks: Sequence[nn.Parameter], index: int) -> Unit:
+        tensors = [(self._names[id(p)], tuple(p.shape[1:]), self._group(p)) for p in stacks]
+        return pack_unit(unit_name, self._dtype(unit_name, stacks), tensors, part=index)
+
+    def by_type(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> tuple[Unit, ...]:
+        """One unit for each type, none of nothing."""
+        if not parameters:
+            return ()
+        main, beside = self._by_type(unit_name, parameters)
+        return (main, *beside)
+
+    def _by_type(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> tuple[Unit, tuple[Unit, ...]]:
+        """One unit for each type; first the one with the most elements, which gets the name."""
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in {id(p): p for p in parameters}.values():
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        main, *others = sorted(by_type.values(), key=lambda group: -sum(p.numel() for p in group))
+        beside = (self._pack(f"{unit_name}.{self._dtype(unit_name, group)}", group) for group in others)
+        return self._pack(unit_name, main), tuple(beside)
+
+    def _pack(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> Unit:
+        tensors = [(self._names[id(p)], tuple(p.shape), self._group(p)) for p in parameters]
+        return pack_unit(unit_name, self._dtype(unit_name, parameters), tensors)
+
+    def _group(self, parameter: nn.Parameter) -> int:
+        return self.groups.of[self._names[id(parameter)]]
+
+    def _dtype(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> str:
+        kinds = {p.dtype for p in parameters}
+        if len(kinds) != 1 or not kinds <= set(DTYPE_NAMES):
+            raise ModelSourceError(
+                f"{self._kind}: parameters of {unit_name} have the types {', '.join(map(str, kinds))}; only "
+                "bfloat16 and float32 are supported"
+            )
+        return DTYPE_NAMES[kinds.pop()]
+
+
+def state_planes(unit: Unit, *, master: str, grad_dtype: str) -> list[PlaneSpec]:
+    """The planes of one unit (docs/design.md section 3); `grad` is the only one that is not durable.
+
+    Args:
+        grad_dtype: of units in bfloat16. That of a unit in fp32 is fp32: with narrower elements than its
+            weights, a page of it would belong to two granules.
+    """
+    kinds: list[tuple[str, str]] = [("weight", unit.dtype)]
+    if unit.dtype == "bfloat16":
+        kinds.append(("master_low", "uint16") if master == "split" else ("master", "float32"))
+    kinds += [("exp_avg", "float32"), ("exp_avg_sq", "float32")]
+    planes = [PlaneSpec(unit.name, plane, dtype, unit.numel, True, unit.tensors) for plane, dtype in kinds]
+    waits_as = grad_dtype if unit.dtype == "bfloat16" else "float32"
+    return [*planes, PlaneSpec(unit.name, "grad", waits_as, unit.numel, False, unit.tensors)]
+
+
+def activation_unit(index: int) -> str:
+    """Name under which the store keeps the input of layer `index` during a step."""
+    return f"boundary.{index}"
+
+
+def build_layout(
+    units: ModelUnits,
+    *,
+    page_bytes: int,
+    master: str,
+    grad_dtype: str,
+    boundary_nbytes: int | None,
+    resident: Collection[str] = (),
+) -> Layout:
+    """Layout of a run.
+
+    Args:
+        boundary_nbytes: bytes of one layer-boundary activation of the step, None if they stay on the GPU.
+        resident: units that stay on the GPU, whose gradients need no plane.
+    """
+    planes = {
+        (spec.unit, spec.plane): spec
+        for unit in units.in_forward_order
+        for spec in state_planes(unit, master=master, grad_dtype=grad_dtype)
+        if spec.durable or unit.name not in resident
+    }
+    if boundary_nbytes is not None:
+        for index in range(len(units.layers)):
+            name = activation_unit(index)
+            planes[name, "activation"] = PlaneSpec(name, "activation", "uint8", boundary_nbytes, False)
+    return Layout(page_bytes, planes)

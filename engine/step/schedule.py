@@ -1,0 +1,112 @@
+"""Every page use of a step, or of a pass forward, in the order in which it is expected: what the store looks
+ahead on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
+
+from tierstream.engine.device.upload import StepPlan
+from tierstream.engine.model.units import ModelUnits, activation_unit
+from tierstream.engine.step.streams import Use
+from tierstream.engine.update.idle import IdleExperts
+from tierstream.engine.update.optimizer import OptimizerConfig
+from tierstream.tiered.layout import Layout, Page, Unit
+from tierstream.tiered.store import Intent
+
+
+class Schedules:
+    """Lists page uses.
+
+    Args:
+        uses: of device bytes, of a step.
+        idle: the experts that had no tokens in the latest step are expected to have none.
+        resident: units that stay on the device.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        units: ModelUnits,
+        uses: Sequence[Use],
+        idle: IdleExperts,
+        resident: Collection[str],
+        config: OptimizerConfig,
+    ) -> None:
+        self._layout, self._units, self._uses, self._idle = layout, units, uses, idle
+        self._resident, self._updates_in_backward = resident, config.updates_in_backward
+        self._stashes = any(use.kind == "activation" for use in uses)
+        self._by_name = {unit.name: unit for unit in units.in_forward_order}
+
+    def step(self, plan: StepPlan, *, updating: bool) -> list[tuple[Page, Intent]]:
+        """A step.
+
+        Args:
+            updating: the update of the step before is carried out in forward.
+        """
+        made: list[tuple[Page, Intent]] = []
+        updated: set[str] = set()
+
+        def add_update(unit: Unit) -> None:
+            if updating and unit.name not in updated:
+                made.extend(self._idle.uses(unit))
+                updated.add(unit.name)
+
+        for index, (use, next_use) in enumerate(zip_longest(self._uses, self._uses[1:])):
+            if use.kind == "activation":
+                made += _all(plan.pages(self._layout, index), Intent.CONSUME)
+                continue
+            add_update(self._by_name[use.unit])
+            made += _all(plan.pages(self._layout, index), Intent.READ)
+            if use.layer is None:
+                if use.kind == "head" and not self._units.tied:
+                    made += self._gradient(self._by_name[use.unit])
+                continue
+            if _goes_on(use, next_use):
+                continue
+            if use.kind == "forward" and self._stashes:
+                made += _all(self._layout.pages(activation_unit(use.layer), "activation"), Intent.OVERWRITE)
+            for expert in self._units.experts[use.layer]:
+                add_update(expert)
+                made += self._expert(expert)
+                if use.kind == "backward":
+                    made += self._gradient(expert)
+            if use.kind == "backward":
+                for unit in (self._units.layers[use.layer], *self._units.beside[use.layer]):
+                    made += self._gradient(unit)
+        units = self._units
+        ends = (*reversed(units.tables), units.embed, *units.around)
+        return made + [use for unit in ends for use in self._gradient(unit)]
+
+    def forward(self, plan: StepPlan, wanted: Collection[str]) -> list[Page]:
+        """A pass forward; all are read. `wanted`: experts that are expected to have tokens."""
+        pages: list[Page] = []
+        uses = self._uses[: len(plan.uploads)]
+        for index, (use, next_use) in enumerate(zip_longest(uses, uses[1:])):
+            pages += plan.pages(self._layout, index)
+            if use.layer is not None and not _goes_on(use, next_use):
+                experts = [expert.name for expert in self._units.experts[use.layer] if expert.name in wanted]
+                pages += [page for name in experts for page in self._layout.pages(name, "weight")]
+        return pages
+
+    def _expert(self, expert: Unit) -> list[tuple[Page, Intent]]:
+        if expert.name in self._idle.names:
+            return []
+        return _all(self._layout.pages(expert.name, "weight"), Intent.READ)
+
+    def _gradient(self, unit: Unit) -> list[tuple[Page, Intent]]:
+        if unit.name in self._resident:
+            return []
+        idle = unit.name in self._idle.names
+        made = [] if idle else _all(self._layout.pages(unit.name, "grad"), Intent.OVERWRITE)
+        return made + (self._idle.uses(unit) if self._updates_in_backward else [])
+
+
+def _goes_on(use: Use, next_use: Use | None) -> bool:
+    """More of the same layer comes."""
+    return next_use is not None and use[::2] == next_use[::2]
+
+
+def _all(pages: Sequence[Page], intent: Intent) -> list[tuple[Page, Intent]]:
+    return [(page, intent) for page in pages]

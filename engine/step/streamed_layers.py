@@ -1,0 +1,168 @@
+"""Layers whose weights come and go: the forward of each is replaced, on the instance, by one that keeps the
+layer's input, binds its weights, and runs the rows of the step in chunks without a graph. Backward binds them
+again, recomputes each chunk and adds its gradients to the unit's fp32 sum. So weights are uploaded twice per
+step whatever the number of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+
+from tierstream.engine.model.units import activation_unit
+from tierstream.engine.moe.routing import Choices
+from tierstream.engine.step.activations import ActivationStash
+from tierstream.engine.step.layer_call import LayerCall
+from tierstream.engine.step.layer_parts import LayerParts
+from tierstream.engine.step.streams import Streams, Use
+
+
+class StreamedLayers:
+    """Takes over the forwards of a model's layers.
+
+    Args:
+        rows_per_chunk: rows that run through a layer at once.
+        rows_dim: dimension of the layers' input in which they lie; None: all run at once.
+
+    Attributes:
+        generating: a layer is called as it comes: a few tokens of a few rows, all at once and not compiled,
+            for there are too many lengths.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[LayerParts],
+        streams: Streams,
+        stash: ActivationStash,
+        *,
+        rows_per_chunk: int,
+        rows_dim: int | None,
+    ) -> None:
+        self._parts, self._streams, self._stash = parts, streams, stash
+        self._rows_per_chunk = None if rows_dim is None else rows_per_chunk
+        self._rows_dim = rows_dim or 0
+        self.generating = False
+        for index, own in enumerate(parts):
+            own.layer.forward = self._replaced(index, own.layer)  # type: ignore[method-assign]
+
+    def _replaced(self, index: int, layer: Any) -> Any:
+        forward = layer.forward
+
+        def shim(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.generating:
+                with self._weights(index, Choices()):
+                    output: torch.Tensor = type(layer).forward(layer, *args, **kwargs)
+                return output
+            call = LayerCall(index, forward, args, kwargs, self._rows_dim)
+            hidden, call.hidden = call.hidden, None
+            if torch.is_grad_enabled():
+                return call.finish(_StreamedLayer.apply(self, call, hidden, *call.extras))
+            return call.finish(self._results(call, hidden))
+
+        return shim
+
+    def forward(self, call: LayerCall, hidden: torch.Tensor) -> list[torch.Tensor]:
+        self._stash.put(call.layer, hidden)
+        call.rng = self._streams.device.rng_state()
+        return self._results(call, hidden)
+
+    def _results(self, call: LayerCall, hidden: torch.Tensor) -> list[torch.Tensor]:
+        def of(rows: slice) -> list[torch.Tensor]:
+            return call.run(call.hidden_rows(hidden, rows), rows)
+
+        with self._weights(call.layer, call.choices):
+            return call.joined(hidden, ((rows, of(rows)) for rows in self._chunks(call.rows)))
+
+    @contextmanager
+    def _weights(self, layer: int, choices: Choices) -> Iterator[None]:
+        """Within, a layer has its weights, for a run without a graph that keeps what its routers choose."""
+        parts = self._parts[layer]
+        uses = [Use("forward", unit.name, layer) for unit in parts.units]
+        weights = parts.tensors([self._streams.take(use) for use in uses])
+        with self._streams.computing("forward", parts.units[0]), parts.forward(weights, choices):
+            yield
+        for use in uses:
+            self._streams.release(use)
+
+    def backward(
+        self, call: LayerCall, grads_out: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the hidden states and of the extras.
+
+        Args:
+            grads_out: of the results.
+        """
+        parts, gradients = self._parts[call.layer], self._streams.gradients
+        uses = [Use("backward", unit.name, call.layer) for unit in parts.units]
+        grad_out = grads_out[0]
+        assert grad_out is not None
+        hidden = self._stashed(call.layer, grad_out)
+        weights = parts.tensors([self._streams.take(use) for use in uses])
+        leaves = [[w.detach().requires_grad_() for w in own] for own in weights]
+        totals = [gradients.open(unit) for unit in parts.units]
+        assert call.rng is not None
+
+        def chunk_backward(rows: slice) -> Sequence[torch.Tensor | None]:
+            part = call.hidden_rows(hidden, rows).detach().requires_grad_()
+            extras = [extra.detach().requires_grad_() for extra in call.extra_rows(rows)]
+            results = parts.recompute(lambda: call.run(part, rows, extras))
+            shares = parts.router_shares(rows)
+            coming = [call.hidden_rows(grad_out, rows), *(call.cut(grad, rows) for grad in grads_out[1:])]
+            pairs = [pair for pair in zip(results, coming, strict=True) if pair[1] is not None]
+            pairs += [(share, torch.ones_like(share)) for share in shares]
+            ends, grads_of_ends = zip(*pairs, strict=True)
+            wanted = [part, *extras, *chain(*leaves)]
+            found = torch.autograd.grad(ends, wanted, grads_of_ends, allow_unused=True)
+            of_inputs, grads = list(found[: 1 + len(extras)]), list(found[1 + len(extras) :])
+            del found
+            for total, own in zip(totals, leaves, strict=True):
+                total.add(grads[: len(own)])
+                del grads[: len(own)]
+            return of_inputs
+
+        with (
+            self._streams.computing("backward", parts.units[0]),
+            torch.enable_grad(),
+            parts.recomputing(leaves, call.choices),
+            self._streams.device.replayed_rng(call.rng),
+        ):
+            chunks = ((rows, chunk_backward(rows)) for rows in self._chunks(call.rows))
+            grads_in: list[torch.Tensor | None] = call.joined(hidden, chunks)
+        for use in uses:
+            self._streams.release(use)
+        if not self._stash.on_device:
+            self._streams.release(Use("activation", activation_unit(call.layer), call.layer))
+        for unit in parts.units:
+            gradients.close(unit)
+        for unit in [] if parts.experts is None else parts.experts.idle:
+            gradients.absent(unit)
+        return grads_in
+
+    def _stashed(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+        if self._stash.on_device:
+            return self._stash.take_local(layer)
+        flat = self._streams.take(Use("activation", activation_unit(layer), layer))
+        return flat[: like.numel() * like.itemsize].view(like.dtype).view(like.shape)
+
+    def _chunks(self, rows: int) -> list[slice]:
+        step = self._rows_per_chunk or rows
+        return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
+
+
+class _StreamedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layers: StreamedLayers, call: LayerCall, hidden: torch.Tensor, *extras: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.layers, ctx.call = layers, call
+        ctx.set_materialize_grads(False)  # no one may want what a layer shares
+        return tuple(layers.forward(call, hidden.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
+        call, ctx.call = ctx.call, None
+        return None, None, *ctx.layers.backward(call, grad_outputs)

@@ -1,0 +1,154 @@
+"""Rates of a run: the profile where it holds, measured where it does not; drives side by side."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.drive_kinds import small_ext4
+
+from tierstream.engine.device.device import Device
+from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, machine
+from tierstream.engine.measure.machine import DEFAULT_TUNING, KnownDrive, known_drives, machine_rates
+from tierstream.engine.plan import TiersConfig
+from tierstream.io import probes, profile
+from tierstream.io.drive_rates import Tuning
+from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive
+
+TUNING = Tuning(threads=3, task_bytes=1 << 20, queue_depth=5)
+
+
+def drive(directory: str, device: str, **rates: float) -> DriveProfile:
+    return DriveProfile(
+        directory=directory, device=device, filesystem="ext4", backend="posix", tuning=TUNING,
+        **({"read": 4.0, "write": 3.0, "mixed": 2.0} | rates),
+    )  # fmt: skip
+
+
+def known(device: str, weight: float, rates: DriveProfile | None) -> KnownDrive:
+    return KnownDrive(f"/{device}", device, TUNING, rates, weight)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Tuning]]:
+    """Directories that were measured, in order; nothing is really measured."""
+    calls: list[tuple[str, str, Tuning]] = []
+
+    def fake(directory: str, backend: str, tuning: Tuning) -> DriveProfile:
+        calls.append((directory, backend, tuning))
+        device, filesystem = drive_identity(directory)
+        return replace(drive(directory, device), filesystem=filesystem, tuning=tuning)
+
+    monkeypatch.setattr(machine, "measure_drive", fake)
+    return calls
+
+
+def test_a_drive_is_measured_once_and_its_rate_shared(tmp_path: Path, measured: list[Any]) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path in paths:
+        os.mkdir(path)
+    found = known_drives(TiersConfig(nvme_dirs=paths, backend="posix"), MachineProfile())
+    assert measured == [(paths[0], "posix", DEFAULT_TUNING)]
+    assert [entry.weight for entry in found] == [1.0, 1.0]
+    assert [entry.directory for entry in found] == paths
+
+
+def test_the_profile_spares_measuring_and_tunes(tmp_path: Path, measured: list[Any]) -> None:
+    device, filesystem = drive_identity(tmp_path)
+    known_drive = replace(drive("/x", device), filesystem=filesystem)
+    mine = MachineProfile(cpu=probes.cpu_model(), drives=(known_drive,))
+    tiers = TiersConfig(nvme_dirs=[str(tmp_path)], backend="posix")
+    (found,) = known_drives(tiers, mine)
+    assert measured == []
+    assert found.tuning == TUNING
+    assert found.rates == mine.drives[0]
+    (found,) = known_drives(replace(tiers, io_threads=7), mine)
+    assert found.tuning == replace(TUNING, threads=7)
+
+
+def test_two_drives_are_weighed_by_what_they_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    def identity(path: str) -> tuple[str, str]:
+        return path.strip("/"), "ext4"
+
+    def measure(path: str, backend: str, tuning: Tuning) -> DriveProfile:
+        return drive(path, path.strip("/"), mixed={"/a": 6.0, "/b": 2.0}[path])
+
+    monkeypatch.setattr(machine, "drive_identity", identity)
+    monkeypatch.setattr(profile, "drive_identity", identity)
+    monkeypatch.setattr(machine, "measure_drive", measure)
+    found = known_drives(TiersConfig(nvme_dirs=["/a", "/b"]), MachineProfile())
+    assert [entry.weight for entry in found] == [6.0, 2.0]
+    # A drive that cannot be measured leaves all equal: nothing is known of it.
+    monkeypatch.setattr(machine, "measure_drive", lambda path, backend, tuning: None)
+    found = known_drives(TiersConfig(nvme_dirs=["/a", "/b"]), MachineProfile())
+    assert [entry.weight for entry in found] == [1.0, 1.0]
+    assert [entry.rates for entry in found] == [None, None]
+
+
+def test_state_in_dram_has_no_drives() -> None:
+    assert known_drives(TiersConfig(), MachineProfile()) == []
+
+
+def rates_of(drives: list[KnownDrive], given: MachineProfile | None = None, threads: int = 2) -> Any:
+    return machine_rates(given or MachineProfile(), drives, Device("cpu"), torch.float32, threads)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What of the processor was measured; nothing is really measured."""
+    calls: list[str] = []
+    monkeypatch.setattr(compute_rates, "matmul_rate", lambda device, dtype: calls.append("compute") or 11.0)
+    monkeypatch.setattr(adam_rates, "update_rate", lambda threads: calls.append("update") or 12.0)
+    monkeypatch.setattr(copy_rates, "upload_rate", lambda device: calls.append("upload") or 13.0)
+    return calls
+
+
+def test_drives_by_their_share_go_at_the_pace_of_the_slowest(counted: list[str]) -> None:
+    fast, slow = drive("/a", "a", mixed=6.0, read=9.0), drive("/b", "b", mixed=2.0, read=2.0)
+    rates = rates_of([known("a", 6.0, fast), known("b", 2.0, slow)])
+    # 3/4 and 1/4 of the bytes. Reads: min(9 / 0.75, 2 / 0.25); writes: min(3 / 0.75, 3 / 0.25).
+    assert (rates.nvme_read, rates.nvme_write) == (8.0, 4.0)
+    assert rates.nvme_read_mixed == rates.nvme_write_mixed == 4.0
+
+
+def test_directories_on_one_drive_do_not_add_up(counted: list[str]) -> None:
+    one = drive("/a", "a")
+    rates = rates_of([known("a", 1.0, one), known("a", 1.0, one)])
+    assert (rates.nvme_read, rates.nvme_write, rates.nvme_read_mixed) == (4.0, 3.0, 1.0)
+
+
+def test_a_drive_without_rates_leaves_the_bound_without_drives(counted: list[str]) -> None:
+    rates = rates_of([known("a", 1.0, drive("/a", "a")), known("b", 1.0, None)])
+    assert (rates.nvme_read, rates.nvme_write, rates.nvme_read_mixed) == (None, None, None)
+    assert rates_of([]).nvme_read is None
+
+
+def test_figures_of_this_processor_are_taken_from_the_profile(counted: list[str]) -> None:
+    mine = MachineProfile(cpu=probes.cpu_model(), update={"2": 5.0}, compute={"cpu float32": 6.0})
+    rates = rates_of([], mine)
+    assert (rates.update_parameters_per_s, rates.flop_per_s, rates.upload) == (5.0, 6.0, None)
+    assert counted == []
+    # Another number of threads, another processor: measured.
+    assert rates_of([], mine, threads=3).update_parameters_per_s == 12.0
+    rates = rates_of([], replace(mine, cpu="another"))
+    assert (rates.update_parameters_per_s, rates.flop_per_s) == (12.0, 11.0)
+
+
+def test_a_real_drive_is_measured_and_nothing_stays(tmp_path: Path) -> None:
+    found = measure_drive(tmp_path, "posix", TUNING)
+    assert found is not None
+    assert min(found.read, found.write, found.mixed) > 1e6
+    assert (found.device, found.filesystem) == drive_identity(tmp_path)
+    assert found.tuning == TUNING
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_drive_with_little_space_is_left_alone(tmp_path: Path) -> None:
+    with small_ext4(tmp_path, 64 << 20) as mounted:
+        before = os.listdir(mounted)
+        assert measure_drive(mounted, "posix", TUNING) is None
+        assert os.listdir(mounted) == before
