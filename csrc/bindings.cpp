@@ -110,7 +110,7 @@ void adamw_fp32(nb::handle master, nb::handle weight, nb::handle exp_avg, nb::ha
           hyper, x.count(), thread_count);
 }
 
-// In the order of the parameters of engine/device_kernels.cu.
+// In the order of the parameters of engine/device/kernels.cu.
 nb::tuple adamw_scalars(std::int64_t step, double lr, double beta1, double beta2, double eps,
                         double weight_decay, double grad_scale) {
     const AdamwHyperparameters hyper{step, lr, beta1, beta2, eps, weight_decay, grad_scale};

@@ -20,8 +20,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tierstream.engine.callbacks import Callback
     from tierstream.engine.config import RunConfig
+    from tierstream.engine.run.callbacks import Callback
     from tierstream.engine.trainer import Trainer
 
 __all__ = ["Callback", "RunConfig", "Trainer"]
@@ -29,7 +29,7 @@ __version__ = version("tierstream")
 
 #: Imported when they are asked for: torch takes seconds.
 _HOMES = {
-    "Callback": "tierstream.engine.callbacks",
+    "Callback": "tierstream.engine.run.callbacks",
     "RunConfig": "tierstream.engine.config",
     "Trainer": "tierstream.engine.trainer",
 }
