@@ -26,8 +26,10 @@ STATE_FOLDER = "tierstream-state"
 #: A page is at most this large. A drive and a link gain nothing beyond 16 MiB, but every page costs some
 #: 0.2 ms of Python, in threads that share one interpreter lock with the one that launches the layers.
 _PAGE_MAX_BYTES = 64 << 20
-#: And a DRAM budget smaller than the state holds at least this many pages, so that eviction has a choice.
+#: And a DRAM budget smaller than the state holds at least this many pages, so that eviction has a choice ...
 _FRAMES_WANTED = 384
+#: ... but this many, where pages would else be smaller than one that costs little.
+_FRAMES_LEAST = 48
 #: Fewest frames with which all go on: an update granule (9 pages in the widest mode; workers take turns where
 #: frames are few), 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
 _FRAMES_MIN = 24
@@ -156,7 +158,7 @@ def choose_page_bytes(
     largest = _PAGE_MAX_BYTES
     dram = int(_AUTO_DRAM_SHARE * available_bytes if config.dram is None else config.dram)
     if dram < state_bytes:
-        largest = min(largest, dram // _FRAMES_WANTED)
+        largest = min(largest, max(dram // _FRAMES_WANTED, min(dram // _FRAMES_LEAST, _PAGE_GOOD_BYTES)))
     pieces = max(1, -(-piece_nbytes // max(largest, PAGE_ALIGN_BYTES)))
     return round_up(-(-piece_nbytes // pieces), PAGE_ALIGN_BYTES)
 
@@ -222,9 +224,9 @@ def page_warning(config: TiersConfig, plan: Plan) -> str | None:
     """What to say where a small DRAM budget over drives made the pages small."""
     if config.page is not None or config.nvme_dirs is None or plan.dram_bytes >= plan.durable_bytes:
         return None
-    if plan.dram_bytes // _FRAMES_WANTED >= _PAGE_SMALL_BYTES:
+    if plan.dram_bytes // _FRAMES_LEAST >= _PAGE_SMALL_BYTES:
         return None
-    enough = min(_FRAMES_WANTED * _PAGE_GOOD_BYTES, plan.durable_bytes)
+    enough = min(_FRAMES_LEAST * _PAGE_GOOD_BYTES, plan.durable_bytes)
     return (
         f"tiers.dram holds {format_bytes(plan.dram_bytes)} of {format_bytes(plan.durable_bytes)} of state, "
         f"so pages are {format_bytes(plan.page_bytes)}, each as costly for the processor as a large one; "

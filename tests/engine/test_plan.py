@@ -13,7 +13,14 @@ from tierstream.engine import plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.measure import machine
-from tierstream.engine.plan import Plan, TiersConfig, page_warning, size_copies, size_dram
+from tierstream.engine.plan import (
+    Plan,
+    TiersConfig,
+    choose_page_bytes,
+    page_warning,
+    size_copies,
+    size_dram,
+)
 from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError
@@ -27,6 +34,19 @@ def planned() -> tuple[Plan, Layout]:
     """Of a small model in pages much larger than its planes."""
     with rig(Setup(config=tiny_config("qwen2"), page=PAGE_BYTES)) as run:
         return run.plan, run.layout
+
+
+@pytest.mark.parametrize(
+    ("dram", "page_bytes"),
+    [
+        (100 << 30, 64 << 20),  # all of the state: as large as pages become
+        (12 << 30, 32 << 20),  # 384 of them
+        (64 << 20, 1 << 20),  # fewer than 384, so that a page does not cost more than its bytes
+        (12 << 20, 256 << 10),  # but 48 at least
+    ],
+)
+def test_pages_of_a_budget(dram: int, page_bytes: int) -> None:
+    assert choose_page_bytes(1 << 30, 90 << 30, TiersConfig(dram=ByteSize(dram)), 4 << 40) == page_bytes
 
 
 @pytest.mark.parametrize("page", [None, ByteSize(PAGE_BYTES)])
@@ -90,11 +110,11 @@ def test_pages_that_a_small_budget_made_small_are_told(planned: tuple[Plan, Layo
     said = warning(plan, dram=2 << 20, state=1 << 40)
     assert "tiers.dram holds 2.00 MiB" in said
     assert "pages are 4.00 KiB" in said
-    assert said.endswith("with 384.00 MiB they are up to 1.00 MiB")
-    assert "with 100.00 MiB they" in warning(plan, dram=2 << 20, state=100 << 20)
+    assert said.endswith("with 48.00 MiB they are up to 1.00 MiB")
+    assert "with 10.00 MiB they" in warning(plan, dram=2 << 20, state=10 << 20)
     assert warning(plan, dram=2 << 20, state=1 << 40, page=ByteSize(4096)) == ""
     assert warning(plan, dram=2 << 20, state=1 << 40, drives=False) == ""
-    assert warning(plan, dram=24 << 20, state=1 << 40) == ""
+    assert warning(plan, dram=3 << 20, state=1 << 40) == ""
     assert warning(plan, dram=2 << 20, state=2 << 20) == ""
 
 
