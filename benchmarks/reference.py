@@ -14,7 +14,7 @@ import importlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -109,11 +109,17 @@ def entry(name: str, leaf: Leaf) -> str:
     return f"- `{name}` ({metavar(leaf.hint)}; {default}): {leaf.doc}"
 
 
+def tree(cls: type, name: str = "") -> Iterator[tuple[str, type]]:
+    """A section and those in it, each with its dotted name."""
+    yield name, cls
+    for inner, section in sections(cls).items():
+        yield from tree(section, f"{name}.{inner}".lstrip("."))
+
+
 def run_file() -> Iterator[str]:
     """The keys of a run file, section by section."""
-    nested: Mapping[str, type] = {"": RunConfig, **sections(RunConfig)}
     yield "## Keys of a run file"
-    for section, cls in nested.items():
+    for section, cls in tree(RunConfig):
         own = [leaf for key, leaf in leaves(RunConfig).items() if key.rpartition(".")[0] == section]
         if section:
             yield f"\n### {section}\n"

@@ -29,6 +29,7 @@ from tierstream.io import drives, memory
 from tierstream.io.backend import Backend, TransferPath, open_backend
 from tierstream.io.errors import ConfigError
 from tierstream.io.spread import Root, Spread
+from tierstream.io.throttle import ThrottledBackend
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.store import Directory, Store
@@ -208,10 +209,13 @@ def open_drives(
     """
     if not known:
         return None
+    limits = config.tiers.throttle.limits
     with ExitStack() as opened:
         parts, backends = [], []
         for drive in known:
             backend = drive.tuning.open_backend(config.tiers.backend)
+            if limits is not None:
+                backend = ThrottledBackend(backend, limits)
             opened.callback(backend.close)
             backends.append(backend)
             root = os.path.join(drive.directory, STATE_FOLDER)

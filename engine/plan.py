@@ -5,7 +5,8 @@ What can be known to be impossible is refused here, with the numbers and the rem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,7 @@ from tierstream.engine.device.memory import IN_FLIGHT_PAGES, DeviceMemory, divid
 from tierstream.engine.update.granules import DEVICE_GRANULES, device_granule_nbytes
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
+from tierstream.io.throttle import Limits
 from tierstream.tiered.capture import READS_AHEAD
 from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round_up
 
@@ -39,6 +41,37 @@ _PAGE_SMALL_BYTES, _PAGE_GOOD_BYTES = 64 << 10, 1 << 20
 _AUTO_DRAM_SHARE = 0.7
 #: Share of what is then still free for copies of pages that change while a checkpoint is written.
 _AUTO_COPY_SHARE = 0.25
+
+
+@dataclass(kw_only=True, slots=True)
+class ThrottleConfig:
+    """How the run would be on slower drives: each of `nvme_dirs` gives no more than this, as if it were a
+    drive of its own.
+    """
+
+    read: ByteSize | None = None
+    """Bytes read per second; null: no limit."""
+    write: ByteSize | None = None
+    """Bytes written per second; null: no limit."""
+    total: ByteSize | None = None
+    """Bytes read and written per second, both together; null: no limit."""
+    latency_s: float = 0.0
+    """Seconds that a request takes beside the time of its bytes."""
+
+    def __post_init__(self) -> None:
+        for key in ("read", "write", "total"):
+            if getattr(self, key) == 0:
+                raise ConfigError(
+                    f"tiers.throttle.{key} is 0, so nothing would ever move; give bytes per second"
+                )
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"tiers.throttle.latency_s is {self.latency_s}; it must be a number >= 0")
+
+    @property
+    def limits(self) -> Limits | None:
+        """None: drives are as they are."""
+        given = {key: float(value) for key in ("read", "write", "total") if (value := getattr(self, key))}
+        return Limits(**given, latency_s=self.latency_s) if given or self.latency_s else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +121,7 @@ class TiersConfig:
     GB read or written, "full" takes 0.11 s of a core and "sampled" 0.014 s, in the threads that move the
     bytes: at 5 GB/s half a core, or 7 % of one.
     """
+    throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
 
     def __post_init__(self) -> None:
         if self.nvme_dirs is not None and (
@@ -100,6 +134,10 @@ class TiersConfig:
             raise ConfigError(
                 f"tiers.require_path is {self.require_path}, but no drive is named; name some in "
                 "tiers.nvme_dirs, or leave it out"
+            )
+        if self.throttle.limits is not None and self.nvme_dirs is None:
+            raise ConfigError(
+                "tiers.throttle is set, but no drive is named; name some in tiers.nvme_dirs, or leave it out"
             )
         if self.page is not None and (self.page <= 0 or self.page % PAGE_ALIGN_BYTES):
             raise ConfigError(

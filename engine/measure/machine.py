@@ -18,6 +18,7 @@ from tierstream.io import probes
 from tierstream.io.backend import DEFAULT_QUEUE_DEPTH, DEFAULT_TASK_BYTES, DEFAULT_THREADS, resolve_backend
 from tierstream.io.drive_rates import Tuning
 from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive
+from tierstream.io.throttle import Limits
 
 DEFAULT_TUNING = Tuning(
     threads=DEFAULT_THREADS, task_bytes=DEFAULT_TASK_BYTES, queue_depth=DEFAULT_QUEUE_DEPTH
@@ -31,7 +32,7 @@ class KnownDrive:
     Attributes:
         rates: None where it could not be measured.
         weight: share of the traffic that it should carry, relative to the others.
-        device: number of its block device.
+        device: number of its block device; of a throttled drive, which is one of its own, the directory.
     """
 
     directory: str
@@ -89,6 +90,10 @@ def known_drives(tiers: TiersConfig, profile: MachineProfile) -> list[KnownDrive
             )
     users = Counter(devices)
     rates = [found[device] for device in devices]
+    if (limits := tiers.throttle.limits) is not None:
+        named = zip(directories, rates, strict=True)
+        rates = [entry and _throttled(name, entry, users[entry.device], limits) for name, entry in named]
+        devices, users = directories, Counter(directories)
     known = [entry for entry in rates if entry is not None]
     weights = [entry.mixed / users[entry.device] for entry in known]
     if len(known) < len(directories):
@@ -99,6 +104,17 @@ def known_drives(tiers: TiersConfig, profile: MachineProfile) -> list[KnownDrive
         )
         for directory, device, entry, weight in zip(directories, devices, rates, weights, strict=True)
     ]
+
+
+def _throttled(directory: str, rates: DriveProfile, users: int, limits: Limits) -> DriveProfile:
+    """What one of the `users` directories of a drive gives within its limits."""
+    return replace(
+        rates,
+        device=directory,
+        read=min(rates.read / users, limits.read),
+        write=min(rates.write / users, limits.write),
+        mixed=min(rates.mixed / users, limits.total, 2 * limits.read, 2 * limits.write),
+    )
 
 
 def _tuning(tiers: TiersConfig, tuning: Tuning) -> Tuning:

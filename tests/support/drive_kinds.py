@@ -17,6 +17,7 @@ from support.faults import FaultySyscalls, refuse_direct_open, refuse_direct_tra
 from tierstream.io import seam
 from tierstream.io.backend import Backend, open_backend
 from tierstream.io.kvikio_backend import kvikio_problem
+from tierstream.io.throttle import Limits, ThrottledBackend
 
 #: Kind -> the name of the path that its files must take.
 PATH_OF_KIND = {
@@ -25,7 +26,10 @@ PATH_OF_KIND = {
     "posix-transfer-refused": "posix-buffered",
     "posix-tmpfs": "posix-buffered",
     "kvikio": "kvikio-compat",
+    "throttled": "posix-direct",
 }
+#: Slower than the drives of most machines, so that requests do wait for their time; not by much, as tests do.
+THROTTLED = Limits(read=3e9, write=3e9, total=4e9, latency_s=1e-5)
 POSIX_KINDS = tuple(kind for kind in PATH_OF_KIND if kind.startswith("posix"))
 
 
@@ -39,8 +43,14 @@ class Drive:
 
     def reopen(self, **options: Any) -> Backend:
         self.backend.close()
-        self.backend = open_backend(self.kind.partition("-")[0], **options)
+        self.backend = _backend_of_kind(self.kind, **options)
         return self.backend
+
+
+def _backend_of_kind(kind: str, **options: Any) -> Backend:
+    if kind == "throttled":
+        return ThrottledBackend(open_backend("posix", **options), THROTTLED)
+    return open_backend(kind.partition("-")[0], **options)
 
 
 @contextmanager
@@ -55,9 +65,9 @@ def drive_of_kind(kind: str, **options: Any) -> Iterator[Drive]:
             stack.enter_context(seam.injected(FaultySyscalls(refuse_direct_open())))
         if kind == "posix-transfer-refused":
             stack.enter_context(seam.injected(FaultySyscalls(refuse_direct_transfer())))
-        drive = Drive(kind, directory, open_backend(kind.partition("-")[0], **options))
+        drive = Drive(kind, directory, _backend_of_kind(kind, **options))
         stack.callback(lambda: drive.backend.close())
-        if kind == "posix-direct" and not drive.backend.transfer_path(directory).direct:
+        if PATH_OF_KIND[kind] == "posix-direct" and not drive.backend.transfer_path(directory).direct:
             pytest.skip(f"{directory} does not take direct I/O")
         yield drive
 

@@ -73,6 +73,10 @@ OPTIONS = """\
 --tiers.profile TEXT|null null
 --tiers.require-path {posix-direct,kvikio-compat,gds}|null null
 --tiers.readback {off,sampled,full} sampled
+--tiers.throttle.read SIZE|null null
+--tiers.throttle.write SIZE|null null
+--tiers.throttle.total SIZE|null null
+--tiers.throttle.latency-s FLOAT 0.0
 --moe.stream {experts,layers} experts
 --moe.gpu-cache SIZE|null null
 --moe.idle {dense,lazy,frozen} dense

@@ -11,10 +11,11 @@ import pytest
 import torch
 from support.drive_kinds import small_ext4
 
+from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, machine
 from tierstream.engine.measure.machine import DEFAULT_TUNING, KnownDrive, known_drives, machine_rates
-from tierstream.engine.plan import TiersConfig
+from tierstream.engine.plan import ThrottleConfig, TiersConfig
 from tierstream.io import probes, profile
 from tierstream.io.drive_rates import Tuning
 from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive
@@ -68,6 +69,22 @@ def test_the_profile_spares_measuring_and_tunes(tmp_path: Path, measured: list[A
     assert found.rates == mine.drives[0]
     (found,) = known_drives(replace(tiers, io_threads=7), mine)
     assert found.tuning == replace(TUNING, threads=7)
+
+
+def test_throttled_directories_are_drives_of_their_own(tmp_path: Path, measured: list[Any]) -> None:
+    """Of a drive that reads 4, writes 3 and does 2 of both, two directories get half each, or their limit."""
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path in paths:
+        os.mkdir(path)
+    throttle = ThrottleConfig(write=ByteSize(1))
+    found = known_drives(TiersConfig(nvme_dirs=paths, backend="posix", throttle=throttle), MachineProfile())
+    assert len(measured) == 1
+    assert [entry.device for entry in found] == paths
+    for entry in found:
+        assert entry.rates is not None
+        assert (entry.rates.read, entry.rates.write, entry.rates.mixed, entry.weight) == (2.0, 1.0, 1.0, 1.0)
+    rates = machine_rates(MachineProfile(), found, Device(), torch.float32, 2)
+    assert (rates.nvme_read, rates.nvme_write, rates.nvme_read_mixed) == (4.0, 2.0, 1.0)
 
 
 def test_two_drives_are_weighed_by_what_they_give(monkeypatch: pytest.MonkeyPatch) -> None:
