@@ -1,4 +1,4 @@
-"""Puts a run's parts together: the drives, the store with its first values, and the runtime over it."""
+"""Puts a run's parts together: the drives, the store, and the runtime over it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import KnownDrive
 from tierstream.engine.metrics import DriveTotals
-from tierstream.engine.model import initialise, kernels
-from tierstream.engine.model.meta_model import build_meta_model, materialise_buffers
+from tierstream.engine.model import kernels
+from tierstream.engine.model.meta_model import build_meta_model
 from tierstream.engine.model.units import ModelUnits
-from tierstream.engine.moe.router_bias import check_bias_update, restore_biases
+from tierstream.engine.moe.router_bias import check_bias_update
 from tierstream.engine.moe.router_loss import draws_choices, router_losses
 from tierstream.engine.plan import STATE_FOLDER, Plan, make_plan
 from tierstream.engine.step.runtime import Runtime
 from tierstream.engine.trace.trace import Trace, TracedDirectory
 from tierstream.engine.weights import source
-from tierstream.engine.weights.state import PlaneWriter
 from tierstream.io import drives, memory
 from tierstream.io.backend import Backend, TransferPath, open_backend
 from tierstream.io.errors import ConfigError
 from tierstream.io.spread import Root, Spread
 from tierstream.io.throttle import ThrottledBackend
 from tierstream.tiered.layout import Layout
-from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.store import Directory, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
 
@@ -262,40 +260,6 @@ def plan_weights(config: RunConfig, model: Any) -> source.LoadPlan | None:
     if config.model.path is None:
         return None
     return source.plan_source(model, config.model)
-
-
-def fill_state(
-    config: RunConfig,
-    model: Any,
-    units: ModelUnits,
-    layout: Layout,
-    store: Store,
-    snapshot: Snapshot | None,
-    weights: source.LoadPlan | None,
-    device: Device,
-) -> str:
-    """First values of every plane and buffer, from a checkpoint, a model directory or an initialisation; says
-    which.
-
-    Raises:
-        ModelSourceError, CheckpointError, StorageError: what cannot be read, before anything is trained on.
-    """
-    write = PlaneWriter(store, layout)
-    if snapshot is not None:
-        snapshot.restore(store)
-        origin = f"the checkpoint of step {snapshot.state['step']}, {snapshot.path}"
-    elif weights is not None:
-        source.load_weights(weights, units.in_forward_order, write)
-        origin = f"weights of {config.model.path}"
-        if weights.resized:
-            origin += f", with {config.model.vocab_size} rows for tokens"
-    else:
-        initialise.init_weights(model, units.in_forward_order, config.train.seed, write)
-        origin = f"random weights (seed {config.train.seed})"
-    materialise_buffers(model, weights, device.torch_device)
-    if snapshot is not None:
-        restore_biases(model, snapshot.state["router_biases"])
-    return origin
 
 
 def build_runtime(

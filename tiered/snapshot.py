@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -106,8 +107,11 @@ class Snapshot:
             reader.finish()
             self._verified.add(page)
 
-    def restore(self, store: Store) -> None:
+    def restore(self, store: Store, progress: Callable[[int], object] = lambda nbytes: None) -> None:
         """Set all durable planes of a store, whose pages may have another size, checking every page.
+
+        Args:
+            progress: called, in this thread, with the bytes of each plane that is done.
 
         Raises:
             CheckpointError: the planes are not those of the store, each difference by name; or a page is
@@ -116,7 +120,8 @@ class Snapshot:
         """
         self._check_planes(store.layout)
         with _backend() as backend:
-            _in_parallel(lambda spec: self._restore_plane(store, backend, spec), self.planes.values())
+            for nbytes in _in_parallel(partial(self._restore_plane, store, backend), self.planes.values()):
+                progress(nbytes)
 
     def verify(self) -> None:
         """Read everything and check it.
@@ -126,9 +131,11 @@ class Snapshot:
             StorageError: a page cannot be read.
         """
         with _backend() as backend:
-            _in_parallel(lambda spec: self._verify_plane(backend, spec), self.planes.values())
+            for _ in _in_parallel(partial(self._verify_plane, backend), self.planes.values()):
+                pass
 
-    def _restore_plane(self, store: Store, backend: Backend, spec: PlaneSpec) -> None:
+    def _restore_plane(self, store: Store, backend: Backend, spec: PlaneSpec) -> int:
+        """Returns its bytes."""
         reader = self._plane_reader(backend, spec)
         for page in store.layout.pages(spec.unit, spec.plane):
             start, end = store.layout.page_span(page)
@@ -138,6 +145,7 @@ class Snapshot:
                 continue
             with store.acquire([(page, Intent.OVERWRITE)], scheduled=False) as lease:
                 reader.read(lease.arrays[0][:nbytes])
+        return spec.nbytes
 
     def _verify_plane(self, backend: Backend, spec: PlaneSpec) -> None:
         reader, buffer = self._plane_reader(backend, spec), _scratch()
@@ -233,10 +241,10 @@ def _backend() -> Iterator[Backend]:
         backend.close()
 
 
-def _in_parallel(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+def _in_parallel(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """Results of `work` in order. After an error no further item is begun, and the first error is raised."""
     pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tierstream-snapshot")
     try:
-        return list(pool.map(work, items))
+        yield from pool.map(work, items)
     finally:
         pool.shutdown(cancel_futures=True)

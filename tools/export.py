@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.data.config import DataConfig
+from tierstream.engine.data.progress import OnProgress, Progress, not_told
 from tierstream.engine.data.tokenizer import has_tokenizer
 from tierstream.engine.metrics import read_metrics
 from tierstream.engine.model.config import ModelConfig
@@ -20,6 +21,7 @@ from tierstream.io.errors import ConfigError, DataError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tools.checkpoints import find_complete_checkpoint
+from tierstream.tools.live import ConsoleCallback
 from tierstream.tools.options import parse_options, take_positionals
 
 if TYPE_CHECKING:
@@ -58,12 +60,18 @@ def main(args: Sequence[str]) -> int:
     names, rest = take_positionals(args, _POSITIONALS, "tierstream export")
     prog = f"tierstream export {' '.join(_POSITIONALS)}"
     options = parse_options(ExportOptions, rest, prog=prog, description=_DESCRIPTION)
-    export(find_complete_checkpoint(Path(names[0])), Path(names[1]), options)
+    with ConsoleCallback() as screen:
+        told = export(
+            find_complete_checkpoint(Path(names[0])), Path(names[1]), options, on_progress=screen.on_progress
+        )
+    print(told)
     return 0
 
 
-def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
-    """Write the model of `checkpoint`. Raises TierstreamError."""
+def export(
+    checkpoint: Path, out_dir: Path, options: ExportOptions, *, on_progress: OnProgress = not_told
+) -> str:
+    """Write the model of `checkpoint`; what was written, in a line. Raises TierstreamError."""
     from tierstream.engine.data.prepare import tokenizer_directory
     from tierstream.engine.export.export import export_model, snapshot_reader
     from tierstream.engine.model.units import units_of_run
@@ -99,10 +107,11 @@ def export(checkpoint: Path, out_dir: Path, options: ExportOptions) -> None:
         new_ids=model_config.path is None,
         max_shard_bytes=options.max_shard,
         facts=_facts(snapshot.state, settings["model"]["path"], run_dir),
+        progress=lambda done, total: on_progress(Progress(f"writing {out_dir}", done, total)),
     )
     carried = f", {info.carried} of them as they were" if info.carried else ""
     size = format_bytes(info.nbytes)
-    print(f"{info.path}: step {snapshot.state['step']}, {info.tensors} tensors{carried}, {size}")
+    return f"{info.path}: step {snapshot.state['step']}, {info.tensors} tensors{carried}, {size}"
 
 
 def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:

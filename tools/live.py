@@ -62,15 +62,15 @@ def _router_losses(metrics: StepMetrics) -> list[tuple[str, float]]:
     return [(name, value) for name, value in named if value is not None]
 
 
-def progress_line(progress: Progress, elapsed_s: float, columns: int | None = None) -> str:
+def progress_line(progress: Progress, elapsed_s: float, columns: int | None = None, *, begun: int = 0) -> str:
     """How far a preparation has come, in one line.
 
     Args:
-        elapsed_s: since it began.
+        elapsed_s: since so much was done as `begun` says: what an earlier process did took no time here.
         columns: most characters; the time left and the rate are dropped first, then the name is cut. None:
             no limit.
     """
-    rate = progress.done / elapsed_s if elapsed_s > 0 else 0.0
+    rate = (progress.done - begun) / elapsed_s if elapsed_s > 0 else 0.0
     is_bytes = progress.unit == "bytes"
     shown = format_bytes if is_bytes else "{:,}".format
     parts = [shown(progress.done) if is_bytes else f"{shown(progress.done)} {progress.unit}"]
@@ -89,7 +89,7 @@ def progress_line(progress: Progress, elapsed_s: float, columns: int | None = No
 
 
 def _duration(seconds: float) -> str:
-    """"42 s", "3 min", "2.5 h"."""
+    """ "42 s", "3 min", "2.5 h"."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
@@ -124,7 +124,7 @@ class LiveLine:
         self._shown_at: float | None = None
         self._waiting: StepMetrics | None = None  # newer than what is shown
         self._line = ""  # the live line, as it stands on the terminal
-        self._preparing: tuple[str, float] | None = None  # what, and since when
+        self._preparing: tuple[str, float, int] | None = None  # what, since when, and done then
         self._progress_shown_at = 0.0
 
     def step(self, metrics: StepMetrics) -> None:
@@ -141,14 +141,13 @@ class LiveLine:
         """Show how far a preparation has come, if it is time to."""
         now = self._clock()
         if self._preparing is None or self._preparing[0] != progress.what:
-            self._preparing, self._progress_shown_at = (progress.what, now), now
+            self._preparing, self._progress_shown_at = (progress.what, now, progress.done), now
         elif now - self._progress_shown_at >= (self._interval_s if self._in_place else _PROGRESS_INTERVAL_S):
             self._progress_shown_at = now
-            elapsed_s = now - self._preparing[1]
-            if self._in_place:
-                self._draw(progress_line(progress, elapsed_s, self._columns()))
-            else:
-                self._end_line(progress_line(progress, elapsed_s))
+            _, since, begun = self._preparing
+            columns = self._columns() if self._in_place else None
+            show = self._draw if self._in_place else self._end_line
+            show(progress_line(progress, now - since, columns, begun=begun))
 
     def event(self, text: str) -> None:
         """A line of its own; the live line of a step goes on below it."""
@@ -163,7 +162,9 @@ class LiveLine:
         self._line, self._preparing = "", None
 
     def close(self) -> None:
-        """Leave the newest step on the screen, as a line."""
+        """Leave the newest step on the screen, as a line; that of a preparation goes."""
+        if self._preparing is not None:
+            self.prepared()
         if self._waiting is not None:
             self._show(self._waiting)
         if self._line:

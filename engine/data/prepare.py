@@ -11,10 +11,10 @@ from typing import Any
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.files import find_files
 from tierstream.engine.data.hashes import HASHES_FILE, fingerprint_remembered
-from tierstream.engine.data.progress import Progress
+from tierstream.engine.data.progress import OnProgress, Progress, not_told
 from tierstream.engine.data.samples import Recipe
 from tierstream.engine.data.shards import TokenStore
-from tierstream.engine.data.tokenise import OnProgress, Tokeniser, not_told
+from tierstream.engine.data.tokenise import Tokeniser
 from tierstream.engine.data.tokenizer import has_tokenizer, load_tokenizer, train_tokenizer
 from tierstream.engine.model.config import ModelConfig
 from tierstream.io import durable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -19,3 +20,25 @@ class Progress:
     done: int
     total: int | None
     unit: str = "bytes"
+
+
+OnProgress = Callable[[Progress], object]
+
+
+def not_told(progress: Progress) -> None:
+    """For those who do not want to know."""
+
+
+class Sum:
+    """Tells of what was done, a part at a time, as of how much is done in all.
+
+    Args:
+        what, total: as of `Progress`. done: before the first part.
+    """
+
+    def __init__(self, on_progress: OnProgress, what: str, total: int, done: int = 0) -> None:
+        self._on_progress, self._what, self._total, self._done = on_progress, what, total, done
+
+    def __call__(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._on_progress(Progress(self._what, self._done, self._total))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from tierstream.engine.data.codec import Codec
 from tierstream.engine.data.files import SourceFile
 from tierstream.engine.data.hashes import look
 from tierstream.engine.data.pool import write_shards
-from tierstream.engine.data.progress import Progress
+from tierstream.engine.data.progress import OnProgress, Progress
 from tierstream.engine.data.samples import Counts, Recipe, SampleMaker
 from tierstream.engine.data.shard_writer import SHARD_BYTES, ShardPlan, join_shards, plan_shards, write_shard
 from tierstream.engine.data.shards import (
@@ -45,12 +45,6 @@ LEAST_EXPANSION = 0.5
 #: Seconds between two reports of progress, and between two looks at a lock.
 PROGRESS_SECONDS = 0.5
 CODEC_FILE = "codec.json"
-
-OnProgress = Callable[[Progress], object]
-
-
-def not_told(progress: Progress) -> None:
-    """For those who do not want to know."""
 
 
 def store_fingerprint(files: Sequence[SourceFile], recipe: Recipe, tokenizer: Any) -> str:

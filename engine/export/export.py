@@ -74,7 +74,7 @@ def export_model(
     new_ids: bool = False,
     max_shard_bytes: int | None = None,
     facts: RunFacts | None = None,
-    progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+    progress: Callable[[int, int], object] = lambda done_bytes, total_bytes: None,
     buffer_bytes: int = EXPORT_BUFFER_BYTES,
 ) -> ExportInfo:
     """Write `out_dir`, which `from_pretrained` loads without the network.

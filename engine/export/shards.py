@@ -67,7 +67,7 @@ def write_shards(
     shards: Shards,
     values: Callable[[ExportTensor], Iterable[NDArray[Any]]],
     directory: Path,
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int], object],
 ) -> None:
     """Write the files, and their index if there are several.
 

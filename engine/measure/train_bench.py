@@ -32,6 +32,7 @@ from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.runtime import Runtime, Traffic
 from tierstream.engine.trace.trace import Span, Trace
 from tierstream.engine.update.optimizer import OptimizerConfig
+from tierstream.engine.weights.fill import FirstValues
 from tierstream.io import memory
 from tierstream.io.errors import BudgetError
 from tierstream.io.measure import Case, Labels, Sample, timed
@@ -168,7 +169,7 @@ class TieredBench:
             config, self.layout, widest, self.drives, device, debug=False, trace=self._trace
         )
         parts.callback(self.store.close)
-        assemble.fill_state(config, model, units, self.layout, self.store, None, None, device)
+        FirstValues(config, model, units, None, None).fill(self.layout, self.store, device)
         self.cases = [self._case(setting, plan, parts) for setting, plan in zip(settings, plans, strict=True)]
         parts.enter_context(undisturbed())
 

@@ -42,7 +42,7 @@ def init_weights(
     write: WriteRange,
     *,
     threads: int | None = None,
-    progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+    progress: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
     """Draw every tensor of `units` in fp32 and hand it to `write`.
 
@@ -58,7 +58,7 @@ def init_weights(
     Args:
         write: called by several threads at once, for each tensor or part once, in about the order of `units`.
         threads: that draw; by default as many as torch computes with.
-        progress: called with the bytes of fp32 values written so far, and of all.
+        progress: called, in this thread, with the bytes of fp32 values that were written since.
 
     Raises:
         ModelSourceError: the family's rules leave a tensor without a finite value.
@@ -68,7 +68,6 @@ def init_weights(
     tensors = [(unit.name, spec) for unit, spec in tensors_by_part(model, units)]
     allowed = min(DRAWN_BYTES // 4, max((unit.numel for unit in units), default=0))
     numel_max = max([allowed, *(spec.numel for _, spec in tensors)])
-    done, total = 0, 4 * sum(spec.numel for _, spec in tensors)
 
     @torch.no_grad()  # holds for one thread only
     def draw(unit: str, spec: TensorSpec) -> None:
@@ -92,8 +91,7 @@ def init_weights(
         ThreadPoolExecutor(threads, "tierstream-init") as pool,
     ):
         for numel in _drawn(pool, draw, tensors, threads, numel_max):
-            done += 4 * numel
-            progress(done, total)
+            progress(4 * numel)
 
 
 def _drawn(

@@ -13,9 +13,9 @@ from typing import Any
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.files import find_files
 from tierstream.engine.data.prepare import open_data, tokenizer_directory
+from tierstream.engine.data.progress import OnProgress
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.shards import TokenStore
-from tierstream.engine.data.tokenise import OnProgress
 from tierstream.engine.interpreter import collect_now_and_then
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import EvalMetrics

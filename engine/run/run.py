@@ -43,6 +43,7 @@ from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.runtime import Runtime, StepOutcome
 from tierstream.engine.trace.trace import Trace
 from tierstream.engine.update.optimizer import check_schedule
+from tierstream.engine.weights.fill import FirstValues
 from tierstream.io import durable, memory
 from tierstream.io.errors import TierstreamError, TrainingStopped
 
@@ -103,6 +104,7 @@ class Run:
         plan, layout = assemble.plan_run(config, units, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
         weights = assemble.plan_weights(config, model)
+        first_values = FirstValues(config, model, units, snapshot, weights)
         profile = load_profile(config.tiers)
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
@@ -121,7 +123,7 @@ class Run:
         compared = comparison_warning(hf_config.model_type)
         for reason in filter(None, (compared, page_warning(config.tiers, plan), store.pageable_reason)):
             callbacks.on_event(f"warning: {reason}")
-        origin = assemble.fill_state(config, model, units, layout, store, snapshot, weights, device)
+        origin = first_values.fill(layout, store, device, callbacks.on_progress)
         runtime = assemble.build_runtime(
             config, model, units, layout, plan, store, device, total_updates=_total_steps(config, rows),
             applied_updates=state["applied_updates"], trace=trace,

@@ -57,12 +57,6 @@ class LoadPlan:
     tied: Mapping[str, str]
     unused: tuple[str, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that `load_weights` reads."""
-        converted = (key for conversion in self.conversions for key in conversion.keys)
-        return sum(self.checkpoint.tensors[key].nbytes for key in (*self.parameters.values(), *converted))
-
     def read_tensor(self, key: str, row: int | None = None) -> torch.Tensor:
         """One stored tensor in its stored type (of FP8: in fp32), or its element `row` along the first
         dimension."""
@@ -137,7 +131,7 @@ def load_weights(
     write: WriteRange,
     *,
     buffer_bytes: int = LOAD_BUFFER_BYTES,
-    progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+    progress: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
     """Stream every parameter of `units` through `write(unit name, first element, fp32 values)`.
 
@@ -146,25 +140,22 @@ def load_weights(
     Args:
         buffer_bytes: bound of the memory that one slice takes. A parameter that is computed from several
             tensors takes those tensors (of stacked experts: those of one expert) besides.
-        progress: called with the bytes of the tensors read so far, and of all.
+        progress: called with the bytes of the fp32 values just written.
 
     Raises:
         ModelSourceError: a NaN or infinite weight, naming tensor, file and count.
         StorageError: a read failed.
     """
     tensors = plan.checkpoint.tensors
-    destinations = _Destinations(units, write)
+    destinations = _Destinations(units, write, progress)
     planned = {name: tensors[key].numel for name, key in plan.parameters.items()} | dict(plan.resized)
     planned |= {name: prod(shape) for c in plan.conversions for name, shape in c.targets.items()}
     if odd := dict(destinations.numel().items() ^ planned.items()):
         raise InvariantError(f"units and load plan differ in {some(sorted(odd))}")
-    done, total = 0, plan.nbytes
     for name, key in sorted(
         plan.parameters.items(), key=lambda item: (tensors[item[1]].file, tensors[item[1]].offset)
     ):
         _load_tensor(plan.checkpoint, key, name, planned[name], destinations, buffer_bytes)
-        done += tensors[key].nbytes
-        progress(done, total)
     for conversion in plan.conversions:
         for name, start, values in conversion.stream(plan.read_tensor):
             if nonfinite := _count_nonfinite(values):
@@ -172,15 +163,15 @@ def load_weights(
                     nonfinite, f"{name} (of {some(list(conversion.keys))})", tensors[conversion.keys[0]].file
                 )
             destinations.write(name, start, values)
-        done += sum(tensors[key].nbytes for key in conversion.keys)
-        progress(done, total)
 
 
 class _Destinations:
     """Where the elements of parameters go: to one unit, or of a stack, part by part, to several."""
 
-    def __init__(self, units: Iterable[Unit], write: WriteRange) -> None:
-        self._write = write
+    def __init__(
+        self, units: Iterable[Unit], write: WriteRange, progress: Callable[[int], object]
+    ) -> None:
+        self._write, self._progress = write, progress
         found: dict[str, list[tuple[Unit, TensorSpec]]] = {}
         for unit in units:
             for spec in unit.tensors:
@@ -202,6 +193,7 @@ class _Destinations:
             count = min(spec.numel - inside, values.size - done)
             self._write(unit.name, spec.offset + inside, values[done : done + count])
             done += count
+        self._progress(4 * done)
 
 
 def _load_tensor(

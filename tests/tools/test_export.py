@@ -17,12 +17,14 @@ from support.models import different, rewrite, save_model
 from support.runs import make_run
 
 from tierstream.engine.data.files import fingerprint_files
+from tierstream.engine.data.progress import Progress
 from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.engine.metrics import StepMetrics
 from tierstream.engine.model.units import build_layout, find_units
 from tierstream.engine.weights.state import PlaneWriter
 from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Store
+from tierstream.tools.export import ExportOptions, export
 
 UNUSED = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
@@ -102,6 +104,15 @@ def test_card_has_the_facts_up_to_the_checkpoint(
     text = (tmp_path / "out" / "README.md").read_text()
     for words in ("`base`", "| steps | 2 |", "weights | 1 |", "2,000", "2.5000", "`f00d`"):
         assert words in text
+
+
+def test_it_is_told_to_its_end(finished: FinishedRun, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    checkpoint = finished.path / "checkpoints" / "step-00000002"
+    export(checkpoint, tmp_path / "out", ExportOptions(), on_progress=told.append)
+    nbytes = sum(value.nbytes for value in stored(tmp_path / "out").values())
+    assert {(progress.what, progress.total) for progress in told} == {(f"writing {tmp_path / 'out'}", nbytes)}
+    assert told[-1].done == nbytes
 
 
 def test_a_source_that_is_gone_is_missed_and_one_that_moved_is_found(

@@ -266,6 +266,18 @@ def test_a_preparation_in_one_line(progress: Progress, elapsed_s: float, line: s
     assert progress_line(progress, elapsed_s) == line
 
 
+def test_what_was_done_before_took_no_time() -> None:
+    assert progress_line(Progress("loading", 2 << 30, 3 << 30), 10.0, begun=1 << 30) == (
+        "loading  67%  2.00 GiB of 3.00 GiB  107 MB/s  10 s left"
+    )
+    stream, clock = io.StringIO(), Clock()
+    live = LiveLine(stream, clock=clock)
+    live.progress(Progress("loading", 1 << 30, 3 << 30))
+    clock.now_s += 10
+    live.progress(Progress("loading", 2 << 30, 3 << 30))
+    assert "  107 MB/s  10 s left" in stream.getvalue()
+
+
 @given(
     st.builds(
         Progress,
@@ -308,3 +320,7 @@ def test_a_preparation_leaves_no_line_on_a_terminal() -> None:
     live.prepared()
     live.step(short(1))
     assert [line.split("  ")[0] for line in stream.lines()] == ["data: 3 tokens", "step 1/3"]
+    live.event("sampling")
+    prepare(live, clock, 2)
+    live.close()
+    assert stream.lines()[-1] == ""

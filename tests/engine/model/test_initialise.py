@@ -294,12 +294,10 @@ def test_one_tensor_is_in_memory_with_one_thread(tmp_path: Path, monkeypatch: py
 
 def test_progress_counts_to_the_end(tmp_path: Path) -> None:
     model = meta_model(tmp_path, tiny_hf_config())
-    told: list[tuple[int, int]] = []
-    drawn(model, two_units(model), progress=lambda *now: told.append(now))
-    nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert told == sorted(told)
-    assert {total for _, total in told} == {nbytes}
-    assert told[-1][0] == nbytes
+    told: list[int] = []
+    drawn(model, two_units(model), progress=told.append)
+    assert len(told) > 1
+    assert sum(told) == 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("floor", [0, 100_000, initialise.DRAWN_BYTES])

@@ -86,12 +86,11 @@ def test_types_may_be_mixed(tmp_path: Path) -> None:
 def test_progress_counts_to_the_end(tmp_path: Path) -> None:
     save_family(tmp_path, "qwen3_moe")
     model, plan = plan_of(tmp_path)
-    told: list[tuple[int, int]] = []
+    told: list[int] = []
     units = find_units(model).in_forward_order
-    load_weights(plan, units, Flat(units).write, progress=lambda *now: told.append(now))
-    assert told == sorted(told)
-    assert {total for _, total in told} == {plan.nbytes}
-    assert told[-1][0] == plan.nbytes
+    load_weights(plan, units, Flat(units).write, progress=told.append)
+    assert sum(told) == 4 * sum(p.numel() for p in model.parameters())
+    assert len(told) > len(list(model.parameters()))  # experts of a stack one by one
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 64, 1000, 1 << 20])
