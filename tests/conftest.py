@@ -1,5 +1,6 @@
 """For all tests: hypothesis profiles, torch's threads, and no GPU tests where there is no GPU."""
 
+import gc
 import os
 import sys
 
@@ -33,4 +34,7 @@ def pytest_collection_finish() -> None:
     # The tensors of the tests are small: more threads than this cost more than they bring. Torch is slow to
     # import, so it is set up only where a collected test has imported it already.
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(2)
+        sys.modules["torch"].set_num_threads(1)
+    # Every run of a test collects garbage, and would look through all that torch and pytest hold, every time.
+    gc.collect()
+    gc.freeze()

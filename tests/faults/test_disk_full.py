@@ -270,7 +270,6 @@ def test_a_drive_of_state_filled_from_outside_lets_the_run_end(
         (errno.EIO, "pwritev", "grad"),
         (errno.EIO, "pwritev", "activation"),
         (errno.EIO, "preadv", "weight"),
-        (errno.EIO, "preadv", "exp_avg_sq"),
         (errno.EIO, "preadv", "grad"),
     ],
 )

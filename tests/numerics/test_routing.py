@@ -69,9 +69,11 @@ def any_algorithm() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("stream", ["experts", "layers"])
-@pytest.mark.parametrize("family", GATES)
-def test_ties_are_broken_once(any_algorithm: None, family: str, stream: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "stream", "steps"),
+    [("qwen3_moe", "experts", 100), ("qwen3_moe", "layers", 20), ("deepseek_v3", "experts", 20)],
+)
+def test_ties_are_broken_once(any_algorithm: None, family: str, stream: Any, steps: int) -> None:
     """C75: every two rows of a router are identical, and most tokens are padding, so the same one again and
     again. The learning rate is 0, or the first update would end the ties.
     """
@@ -90,7 +92,7 @@ def test_ties_are_broken_once(any_algorithm: None, family: str, stream: Any) -> 
             bias[1::2] = bias[::2]
         chosen = observed(run.runtime.model)
         layers = sum(experts_of(layer) is not None for layer in run.runtime.model.get_decoder().layers)
-        for step in range(100):
+        for step in range(steps):
             with _TiesAtRandom():
                 run.train([random_rows(rows, seq_len, [32, 3, 5, 1], seed=step)])
             forward, recomputed = chosen[False], chosen[True]

@@ -75,4 +75,6 @@ def shrink(config: RunConfig, profile: Path) -> RunConfig:
     config.tiers.profile, config.tiers.page = str(profile), ByteSize(8192)
     config.tiers.dram = None if config.tiers.dram is None else ByteSize("4 MiB")
     config.tiers.gpu = None
+    if config.model.vocab_size is not None:
+        config.model.vocab_size = min(config.model.vocab_size, 2 * VOCABULARY)
     return config

@@ -20,16 +20,16 @@ from support.stores import drives_in
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device.device import CopyFaults, Device
 from tierstream.engine.model.meta_model import materialise_buffers
-from tierstream.engine.model.units import units_of_run
+from tierstream.engine.model.units import ModelUnits, units_of_run
 from tierstream.engine.moe.config import MoeConfig
-from tierstream.engine.plan import TiersConfig, make_plan
+from tierstream.engine.plan import Plan, TiersConfig, make_plan
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.runtime import Runtime, StepOutcome
 from tierstream.engine.trace.trace import Trace, TracedDirectory
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.engine.weights.state import PlaneWriter
 from tierstream.io.backend import open_backend
-from tierstream.tiered.layout import Page
+from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.stats import Faults
 from tierstream.tiered.store import Store
 from tierstream.tiered.zarrdir import ZarrDirectory
@@ -141,20 +141,7 @@ class Rig:
         model = _meta(setup)
         setup.prepare(model)
         self.units = units_of_run(model, setup.moe, setup.optimizer)
-        tiers = TiersConfig(
-            gpu=ByteSize(1 << 40) if setup.gpu_all else None if setup.gpu is None else ByteSize(setup.gpu),
-            dram=None if setup.dram is None else ByteSize(setup.dram),
-            nvme_dirs=None if setup.nvme is None else [str(setup.nvme)],
-            policy=setup.policy,  # type: ignore[arg-type]
-            prefetch=None if setup.prefetch is None else ByteSize(setup.prefetch),
-            page=ByteSize(setup.page),
-            activations=setup.activations,  # type: ignore[arg-type]
-        )
-        self.plan, self.layout = make_plan(
-            tiers, setup.optimizer, self.units, rows=setup.rows,
-            seq_len=setup.seq_len, device_in_host=setup.device == "cpu", update_threads=setup.threads,
-            available_bytes=4 << 30, expert_nbytes=setup.expert_nbytes,
-        )  # fmt: skip
+        self.plan, self.layout = plan_of(setup, self.units)
         self.backend = open_backend("posix", threads=2) if setup.nvme is not None else None
         self.directory = None
         if self.backend is not None and setup.nvme is not None:
@@ -237,6 +224,23 @@ class Rig:
             self.directory.close()
         if self.backend is not None:
             self.backend.close()
+
+
+def plan_of(setup: Setup, units: ModelUnits) -> tuple[Plan, Layout]:
+    tiers = TiersConfig(
+        gpu=ByteSize(1 << 40) if setup.gpu_all else None if setup.gpu is None else ByteSize(setup.gpu),
+        dram=None if setup.dram is None else ByteSize(setup.dram),
+        nvme_dirs=None if setup.nvme is None else [str(setup.nvme)],
+        policy=setup.policy,  # type: ignore[arg-type]
+        prefetch=None if setup.prefetch is None else ByteSize(setup.prefetch),
+        page=ByteSize(setup.page),
+        activations=setup.activations,  # type: ignore[arg-type]
+    )
+    return make_plan(
+        tiers, setup.optimizer, units, rows=setup.rows, seq_len=setup.seq_len,
+        device_in_host=setup.device == "cpu", update_threads=setup.threads, available_bytes=4 << 30,
+        expert_nbytes=setup.expert_nbytes,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ def test_losses_from_a_drive_are_those_with_every_layer_on_the_device(benches: B
     settings = [CLIPPED, FREE, Setting(gpu=EVERYTHING)]
     with TieredBench(config, settings, known, benches.batch) as bench:
         for case in (0, 1, 2, 0):
-            bench.run(bench.cases[case], 2)
+            bench.run(bench.cases[case], 1)
         history = bench.history
         assert all(record.traffic.bytes_read["nvme"] > 0 for record in bench.cases[0].records)  # type: ignore[union-attr]
     losses = [loss for _, loss in history]
