@@ -137,15 +137,14 @@ def plan_bound(
     """
     reads, writes = drive_traffic(schedule, plan.dram_bytes // plan.page_bytes) if on_drives else (0, 0)
     streamed = [spec for spec in layout.planes.values() if spec.unit not in plan.device.resident]
+    updated = [spec for spec in streamed if (spec.unit, "exp_avg") in layout.planes]
     return step_bound(
         rates,
         flop=plan.flop_per_step - plan.spared_flop,
         upload_bytes=sum(spec.nbytes for spec in streamed if spec.plane == "weight"),
-        parameters=sum(t.numel for spec in streamed if spec.plane == "weight" for t in spec.tensors),
+        parameters=sum(t.numel for spec in updated if spec.plane == "weight" for t in spec.tensors),
         read_bytes=reads * plan.page_bytes,
         written_bytes=writes * plan.page_bytes,
-        device_update_bytes=(
-            sum(spec.nbytes for spec in streamed if spec.plane != "activation") if plan.gpu_updates else 0
-        ),
+        device_update_bytes=sum(spec.nbytes for spec in updated) if plan.gpu_updates else 0,
         cpu_updates=plan.cpu_updates,
     )

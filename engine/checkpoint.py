@@ -51,6 +51,8 @@ _FREE = {
     "train.log_samples",
     "train.trace_steps",
 }
+#: Keys that decide which planes there are, and in which units.
+_OTHER_PLANES = {"model.freeze", "model.train_only", "moe.stream"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -198,15 +200,16 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
             "these are other planes, which no setting makes fit; set it back, or export the checkpoint and "
             "start a new run from that"
         )
-    streams = [settings.get("moe", {}).get("stream") for settings in (saved, current)]
-    if streams[0] != streams[1]:
-        raise CheckpointError(
-            f"moe.stream is {streams[0]} in the checkpoint and {streams[1]} now: these are other planes, "
-            "which no setting makes fit; set it back, or export the checkpoint and start a new run from that"
-        )
+    changed = sorted(differences(saved, current).items())
+    for key, (before, now) in changed:
+        if key in _OTHER_PLANES:
+            raise CheckpointError(
+                f"{key} is {before} in the checkpoint and {now} now: these are other planes, which no "
+                "setting makes fit; set it back, or export the checkpoint and start a new run from that"
+            )
     different = [
         f"{key}: {before!r} in the checkpoint, {now!r} now"
-        for key, (before, now) in sorted(differences(saved, current).items())
+        for key, (before, now) in changed
         if not {key, key.split(".")[0]} & free
     ]
     if different:

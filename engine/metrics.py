@@ -298,6 +298,8 @@ class PlanReport:
     """Plane -> dtype: weight, master, moments, gradient sum."""
     tiers: tuple[TierPlan, ...]
     """From the fastest down."""
+    frozen_parameters: int = 0
+    """Those of the parameters that are not trained."""
     logits_bytes: int = 0
     """Logits, their gradient and what lies between, of one chunk of tokens: beside the bytes of `gpu`, for a
     part of each step."""

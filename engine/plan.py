@@ -22,6 +22,7 @@ from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round
 if TYPE_CHECKING:
     from tierstream.engine.model.units import ModelUnits
     from tierstream.engine.update.optimizer import OptimizerConfig
+    from tierstream.tiered.layout import Unit
 
 #: Folder that a run makes in each of `tiers.nvme_dirs`; nothing else there is touched.
 STATE_FOLDER = "tierstream-state"
@@ -152,6 +153,8 @@ class Plan:
     """The sizes of a run, all in bytes unless the name says otherwise."""
 
     parameters: int
+    frozen_parameters: int
+    """Those of them that are not trained."""
     tokens_per_step: int
     page_bytes: int
     dram_bytes: int
@@ -185,9 +188,7 @@ class Plan:
         return max(0, self.step_local_bytes - self.dram_bytes // 2)
 
 
-def choose_page_bytes(
-    piece_nbytes: int, state_bytes: int, config: TiersConfig, available_bytes: int
-) -> int:
+def choose_page_bytes(piece_nbytes: int, state_bytes: int, config: TiersConfig, available_bytes: int) -> int:
     """Page size: a whole fraction of the weight plane of a layer, or of an expert where there are some: the
     last page of a plane then wastes next to nothing.
     """
@@ -273,20 +274,30 @@ def page_warning(config: TiersConfig, plan: Plan) -> str | None:
 
 
 def step_flop(units: ModelUnits, tokens: int) -> float:
-    """FLOP of a step: 8 per parameter and token (forward, recompute, backward), of experts for those that the
-    token goes to; embedding look-up is free, attention not counted.
+    """FLOP of a step: 8 per parameter and token (2 forward, 2 recompute, 4 backward, of these 2 for its own
+    gradient if it is trained), 2 in layers without a backward; of experts for those that the token goes to.
+    Embedding look-up is free, attention not counted.
     """
     lookups = units.tables if units.tied else (units.embed, *units.tables)
-    lookup_only = sum(tensor.numel for unit in lookups for tensor in unit.tensors)
-    return 8.0 * (units.numel - lookup_only - sum(units.passed_by)) * tokens
+    without = {unit.name for index in range(units.backward_from) for unit in units.of_layer(index)}
+
+    def per_parameter(unit: Unit) -> int:
+        return 2 if unit.name in without else 8 if unit.trained else 6
+
+    computed = (unit for unit in units.in_forward_order if unit not in lookups)
+    total = sum(per_parameter(unit) * unit.parameters for unit in computed)
+    for layer, experts, passed_by in zip(units.layers, units.experts, units.passed_by, strict=True):
+        total -= per_parameter((experts or (layer,))[0]) * passed_by
+    return float(total * tokens)
 
 
 def spared_flop(units: ModelUnits, tokens: int) -> float:
-    """FLOP of a product with the largest matrix of each dense layer: which one ends it is not known
-    beforehand.
+    """FLOP of a product with the largest matrix of each dense layer that is recomputed: which one ends it is
+    not known beforehand.
     """
-    dense = (unit for unit, passed_by in zip(units.layers, units.passed_by, strict=True) if not passed_by)
-    return 2.0 * tokens * sum(max(t.numel for t in unit.tensors) for unit in dense)
+    recomputed = range(units.backward_from, len(units.layers))
+    dense = (units.of_layer(index) for index in recomputed if not units.passed_by[index])
+    return 2.0 * tokens * sum(max(t.numel for unit in own for t in unit.tensors) for own in dense)
 
 
 def make_plan(
@@ -332,6 +343,7 @@ def make_plan(
     dram = size_dram(tiers, layout, free)
     plan = Plan(
         parameters=units.numel,
+        frozen_parameters=units.frozen,
         tokens_per_step=rows * seq_len,
         page_bytes=layout.page_bytes,
         dram_bytes=dram,
@@ -358,6 +370,7 @@ def _piece_bytes(units: ModelUnits) -> int:
 
 def _passing_nbytes(units: ModelUnits, layout: Layout, *, on_device: bool) -> int:
     """Device memory for pages that pass through. `on_device`: the planes of updates do."""
-    granules = DEVICE_GRANULES * device_granule_nbytes(layout, units.in_forward_order) if on_device else 0
+    trained = (unit for unit in units.in_forward_order if unit.trained)
+    granules = DEVICE_GRANULES * device_granule_nbytes(layout, trained) if on_device else 0
     rounded = IN_FLIGHT_PAGES * layout.page_bytes if rounds_gradients(layout) else 0
     return granules + rounded

@@ -55,10 +55,7 @@ def describe_plan(
             limit_bytes=config.tiers.gpu,
         ),
         TierPlan(
-            tier="dram",
-            holds=_in_dram(plan),
-            used_bytes=plan.dram_bytes,
-            limit_bytes=config.tiers.dram,
+            tier="dram", holds=_in_dram(plan), used_bytes=plan.dram_bytes, limit_bytes=config.tiers.dram
         ),
     ]
     if tier is not None:
@@ -71,6 +68,7 @@ def describe_plan(
         last_step=last_step,
         dtypes=dtypes | {"gradient sum": "float32"},
         tiers=tuple(tiers),
+        frozen_parameters=plan.frozen_parameters,
         logits_bytes=_logits_nbytes(config, plan, runtime),
         bound_s=bound.seconds,
         drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),

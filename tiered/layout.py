@@ -24,6 +24,9 @@ UNIT_ALIGN_ELEMENTS = 2048
 #: Page sizes are multiples of this many bytes: the block of direct I/O and of virtual memory.
 PAGE_ALIGN_BYTES = 4096
 
+#: In place of the index of a group: no optimizer settings apply, for the tensor is not trained.
+FROZEN = -1
+
 ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "uint16": 2, "float32": 4, "uint8": 1}
 
 
@@ -41,7 +44,7 @@ class TensorSpec:
 
     Attributes:
         offset: in elements.
-        group: which of the run's optimizer settings apply to it.
+        group: which of the run's optimizer settings apply to it, or `FROZEN`.
         part: the parameter `name` is a stack, and this is the element of this index along its first
             dimension, which `shape` does not have; None: it is the whole parameter.
     """
@@ -72,12 +75,25 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors that are streamed as one. `dtype` is that of the weight plane; `numel` includes padding."""
+    """Tensors that are streamed as one: all of them are trained, or none.
+
+    `dtype` is that of the weight plane; `numel` includes padding.
+    """
 
     name: str
     dtype: str
     tensors: tuple[TensorSpec, ...]
     numel: int
+
+    @property
+    def trained(self) -> bool:
+        """Else it has a weight plane alone, which never changes."""
+        return any(tensor.group != FROZEN for tensor in self.tensors)
+
+    @property
+    def parameters(self) -> int:
+        """Elements without padding."""
+        return sum(tensor.numel for tensor in self.tensors)
 
     def group_runs(self) -> list[tuple[int, int, int]]:
         """Contiguous element ranges `(start, end, group)` that cover `[0, numel)`.

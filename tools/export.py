@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -106,7 +106,7 @@ def export(
         source=source,
         new_ids=model_config.path is None,
         max_shard_bytes=options.max_shard,
-        facts=_facts(snapshot.state, settings["model"]["path"], run_dir),
+        facts=_facts(snapshot.state, settings["model"]["path"], run_dir, units.frozen),
         progress=lambda done, total: on_progress(Progress(f"writing {out_dir}", done, total)),
     )
     carried = f", {info.carried} of them as they were" if info.carried else ""
@@ -120,7 +120,7 @@ def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(architecture))
-        stored = ModelConfig(config=folder, dtype=config.dtype, attention=config.attention)
+        stored = replace(config, path=None, config=folder, vocab_size=None)
         model, _ = build_meta_model(stored)
     return model
 
@@ -160,7 +160,7 @@ def _fill_buffers(
     restore_biases(model, router_biases)
 
 
-def _facts(state: Mapping[str, Any], base_model: str | None, run_dir: Path) -> RunFacts:
+def _facts(state: Mapping[str, Any], base_model: str | None, run_dir: Path, frozen: int) -> RunFacts:
     """For the model card; what the records of the run say, as far as they are there."""
     from tierstream.engine.export.model_card import RunFacts
 
@@ -175,6 +175,7 @@ def _facts(state: Mapping[str, Any], base_model: str | None, run_dir: Path) -> R
         tokens=sum(record.tokens for record in records) if records else None,
         loss=records[-1].loss if records else None,
         data_fingerprint=state.get("data_fingerprint"),
+        frozen_parameters=frozen,
     )
 
 

@@ -73,12 +73,19 @@ def _print_checkpoint(console: Console, path: Path, snapshot: Snapshot) -> None:
         for (plane, dtype), specs in kinds.items()
     ]
     console.print(table("Planes", ("plane", "dtype", "units", "bytes"), rows, text_columns=2))
+    changing = {unit for unit, plane in snapshot.planes if plane != "weight"}
     weights = [spec for spec in snapshot.planes.values() if spec.plane == "weight"]
-    parameters = sum(tensor.numel for spec in weights for tensor in spec.tensors)
+    parameters, trained = _parameters(weights), _parameters(spec for spec in weights if spec.unit in changing)
+    some = f" ({count(trained)} trained)" if trained < parameters else ""
     nbytes = format_bytes(snapshot.layout.nbytes(durable=True))
     page = format_bytes(snapshot.layout.page_bytes)
     family = state["settings"]["architecture"]["model_type"]
-    console.print(f"{family}, {count(parameters)} parameters, {nbytes} in pages of {page}")
+    console.print(f"{family}, {count(parameters)} parameters{some}, {nbytes} in pages of {page}")
+
+
+def _parameters(planes: Iterable[PlaneSpec]) -> int:
+    """Elements, without padding."""
+    return sum(tensor.numel for spec in planes for tensor in spec.tensors)
 
 
 def _print_settings(console: Console, saved: Mapping[str, Any], config_path: Path | None) -> None:

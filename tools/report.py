@@ -124,7 +124,8 @@ def _summary(history: History, plan: PlanReport | None, evaluations: Sequence[Ma
     if last.gpu_peak_bytes:
         rows.append(("peak of GPU memory", format_bytes(last.gpu_peak_bytes)))
     if plan is not None:
-        rows.insert(1, ("parameters", f"{plan.parameters:,}"))
+        frozen = f", {plan.frozen_parameters:,} of them frozen" if plan.frozen_parameters else ""
+        rows.insert(1, ("parameters", f"{plan.parameters:,}{frozen}"))
         if plan.bound is not None and step_s:
             resource, bound_s = plan.bound
             percent = f"{100 * bound_s * count / step_s:.1f} %"

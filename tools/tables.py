@@ -42,7 +42,11 @@ def print_plan(console: Console, plan: PlanReport) -> None:
     """What is decided before the first step: bytes per tier, number formats, paths to the drives, the
     bound."""
     dtypes = ", ".join(f"{plane} {dtype}" for plane, dtype in plan.dtypes.items())
-    console.print(f"{count(plan.parameters)} parameters: {dtypes}")
+    parts = f"{count(plan.parameters)} parameters"
+    if plan.frozen_parameters:
+        trained = plan.parameters - plan.frozen_parameters
+        parts += f", {count(trained)} trained and {count(plan.frozen_parameters)} frozen"
+    console.print(f"{parts}: {dtypes}")
     console.print(
         f"steps {plan.first_step} to {plan.last_step}, {plan.tokens_per_step:,} tokens per step",
         soft_wrap=True,

@@ -117,7 +117,7 @@ class _Division:
         self._units, self._layout = units, layout
         self._boundary_nbytes, self._passing_nbytes = boundary_nbytes, passing_nbytes
         self.layer_names = [unit.name for unit in units.layers]
-        self._ends = {unit.name for unit in (*units.begin, units.head)}
+        self._ends = {unit.name for unit in (*units.begin, *units.end)}
         self._experts = [unit for experts in units.experts for unit in experts]
         self._expert_slots = _expert_slots(self._experts, expert_nbytes)
 
@@ -129,7 +129,7 @@ class _Division:
         units = self._units
         own = [unit for unit in units.without_experts if unit.name in {*resident, *self._ends}]
         slots = {unit.name: (1, _weight_nbytes(unit)) for unit in own}
-        sums = {unit.name: (1, unit.numel) for unit in own}
+        sums = {unit.name: (1, unit.numel) for unit in own if unit.trained}
         group_of = {unit.name: unit.name for unit in own}
 
         def share(group: str, sharing: Sequence[Unit], slot_count: int, sum_count: int) -> None:
@@ -137,7 +137,9 @@ class _Division:
                 return
             if slot_count:
                 slots[group] = slot_count, max(_weight_nbytes(unit) for unit in sharing)
-            sums[group] = min(sum_count, len(sharing)), max(unit.numel for unit in sharing)
+            summed = [unit.numel for unit in sharing if unit.trained]
+            if summed:
+                sums[group] = min(sum_count, len(summed)), max(summed)
             group_of.update(dict.fromkeys((unit.name for unit in sharing), group))
 
         together = max(len(beside) for beside in units.beside)
@@ -153,7 +155,9 @@ class _Division:
         if self._expert_slots is not None:
             nbytes += self._expert_slots[0] * self._expert_slots[1]
         if self._boundary_nbytes is not None:
-            slots[ACTIVATION_GROUP] = min(2, len(units.layers)), self._boundary_nbytes
+            staged = min(2, len(units.layers) - units.backward_from)
+            if staged:
+                slots[ACTIVATION_GROUP] = staged, self._boundary_nbytes
         nbytes += sum(count * size for count, size in slots.values())
         nbytes += _SUM_BYTES * sum(count * numel for count, numel in sums.values())
         nbytes += sum(  # the weights have slots

@@ -4,7 +4,7 @@ when the store must be up to date.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -22,7 +22,7 @@ class DeviceState:
     Everything is enqueued on the compute lane, in the order of the calls; `load` and `save` wait for it.
 
     Args:
-        weights: unit -> where its weights are computed with, flat bytes; they are part of the state.
+        weights: of a unit, where they are computed with, flat bytes; they are part of the state.
         groups: by the index that tensors have.
     """
 
@@ -32,7 +32,7 @@ class DeviceState:
         store: Store,
         layout: Layout,
         units: Iterable[Unit],
-        weights: Mapping[str, torch.Tensor],
+        weights: Callable[[str], torch.Tensor],
         config: OptimizerConfig,
         groups: Sequence[Group],
         trace: Trace,
@@ -43,7 +43,7 @@ class DeviceState:
         self._planes: dict[tuple[str, str], torch.Tensor] = {}
         for spec in layout.planes.values():
             if spec.unit in self._units and spec.durable:
-                buffer = weights[spec.unit] if spec.plane == "weight" else device.buffer(spec.nbytes)
+                buffer = weights(spec.unit) if spec.plane == "weight" else device.buffer(spec.nbytes)
                 self._planes[spec.unit, spec.plane] = buffer[: spec.nbytes]
         self._loaded = False
         self._changed = False
@@ -81,7 +81,7 @@ class DeviceState:
         if not self._changed:
             return
         lane = self._device.compute
-        for page, part in self._pages():
+        for page, part in self._pages(trained=True):
             with self._store.acquire([(page, Intent.OVERWRITE)], scheduled=False) as lease:
                 with lane.active():
                     lane.copy_out(lease.arrays[0][: part.numel()], part)
@@ -98,8 +98,11 @@ class DeviceState:
             part.copy_(part.to(torch.bfloat16))
         return gradient
 
-    def _pages(self) -> Iterable[tuple[Page, torch.Tensor]]:
+    def _pages(self, *, trained: bool = False) -> Iterable[tuple[Page, torch.Tensor]]:
+        """With the place of each on the device. `trained`: only of units that are."""
         for (unit, plane), buffer in self._planes.items():
+            if trained and not self._units[unit].trained:
+                continue
             for page in self._layout.pages(unit, plane):
                 start = page.index * self._layout.page_bytes
                 yield page, buffer[start : start + self._layout.page_bytes]

@@ -25,6 +25,7 @@ class RunFacts:
         tokens: positions seen, padding included.
         loss: of the last step, in nats per token.
         data_fingerprint: of the token stream.
+        frozen_parameters: that were not trained.
     """
 
     base_model: str | None
@@ -33,6 +34,7 @@ class RunFacts:
     tokens: int | None
     loss: float | None
     data_fingerprint: str | None
+    frozen_parameters: int = 0
 
 
 def write_card(directory: Path, name: str, facts: RunFacts, source_dir: Path | None) -> None:
@@ -60,11 +62,12 @@ def _text(name: str, facts: RunFacts) -> str:
         rows.append(("loss of the last step", f"{facts.loss:.4f}"))
     if facts.data_fingerprint is not None:
         rows.append(("fingerprint of the data", f"`{facts.data_fingerprint}`"))
+    if facts.frozen_parameters:
+        rows.append(("parameters that were not trained", f"{facts.frozen_parameters:,}"))
     rows.append(("trained with", f"tierstream {__version__}"))
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    return (
-        f"# {name}\n\nTrained {begin}, all parameters, at full precision.\n\n| | |\n| --- | --- |\n{table}\n"
-    )
+    what = "some parameters" if facts.frozen_parameters else "all parameters"
+    return f"# {name}\n\nTrained {begin}, {what}, at full precision.\n\n| | |\n| --- | --- |\n{table}\n"
 
 
 def _hub_name(base_model: str | None) -> str | None:

@@ -110,6 +110,8 @@ class _Run:
         given = dict[str, Any]()
         for name, module in _beside_layers(model):
             vars(module).pop("forward", None)
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_()  # what is frozen changes nothing of the anatomy
             module.register_forward_hook(lambda _, __, output, name=name: given.update({name: output}))
         ids = torch.zeros(rows, _TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
         try:

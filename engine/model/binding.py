@@ -17,13 +17,14 @@ from tierstream.tiered.layout import Unit
 
 
 class Binding:
-    """Where the tensors of a unit sit in some modules (a layer; the final norm and the output matrix); what
+    """Where the tensors of units sit in some modules (a layer; the final norm and the output matrix); what
     else is in these modules stays as it is.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], unit: Unit) -> None:
-        self.unit = unit
-        index_of = {tensor.name: i for i, tensor in enumerate(unit.tensors)}
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], *units: Unit) -> None:
+        self._units = units
+        tensors = (tensor for unit in units for tensor in unit.tensors)
+        index_of = {tensor.name: i for i, tensor in enumerate(tensors)}
         canonical = {id(parameter): name for name, parameter in model.named_parameters()}
         self._places = [
             (submodule, leaf, parameter, index_of[canonical[id(parameter)]])
@@ -33,16 +34,24 @@ class Binding:
             if parameter is not None and canonical[id(parameter)] in index_of
         ]
 
-    def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views into the unit's bytes (uint8, flat), one per tensor of the unit."""
-        values = flat[: self.unit.numel * TORCH_DTYPES[self.unit.dtype].itemsize].view(
-            TORCH_DTYPES[self.unit.dtype]
-        )
-        return [values[t.offset : t.end].view(t.shape) for t in self.unit.tensors]
+    @property
+    def unit(self) -> Unit:
+        """The only one."""
+        (unit,) = self._units
+        return unit
+
+    def tensors(self, *flats: torch.Tensor) -> list[torch.Tensor]:
+        """Views into the bytes of each unit (uint8, flat), one per tensor, unit after unit."""
+        made = []
+        for unit, flat in zip(self._units, flats, strict=True):
+            dtype = TORCH_DTYPES[unit.dtype]
+            values = flat[: unit.numel * dtype.itemsize].view(dtype)
+            made += [values[t.offset : t.end].view(t.shape) for t in unit.tensors]
+        return made
 
     @property
     def used(self) -> list[int]:
-        """Indices into the unit's tensors of those that these modules hold, each once."""
+        """Indices into the tensors of those that these modules hold, each once."""
         return sorted({index for *_, index in self._places})
 
     @contextlib.contextmanager

@@ -22,6 +22,15 @@ class ModelConfig:
     """Rows of embedding and output matrix, for a tokenizer with more tokens than the model, or fewer; null:
     the model's own. With `path`, new rows begin as the mean of the stored ones; fewer leave out the last."""
 
+    freeze: list[str] | None = None
+    """Parameters that are not trained, by patterns of their names, such as model.embed_tokens.* or
+    *.layers.[0-7].*: they have no optimizer state, no gradient and no decay. Layers before the first that is
+    trained need no backward."""
+
+    train_only: list[str] | None = None
+    """The only parameters that are trained, by patterns such as *norm* or *.self_attn.*; of them those that
+    `freeze` names are not."""
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type in which weights are computed with. The optimizer keeps an fp32 master in both."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.model.frozen import freeze
 from tierstream.io.errors import ConfigError, ModelSourceError
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
-    """Build the causal language model of `config` on the meta device, in training mode.
+    """Build the causal language model of `config` on the meta device, in training mode; parameters that are
+    not trained do not require gradients.
 
     Returns:
         `(model, model.config)`. Nothing is downloaded, and no code from the model directory is run.
@@ -27,7 +29,7 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
         ModelSourceError: no readable configuration, a quantised model (but for FP8 and MXFP4, which are built
             as if they were none), or one that is not a causal decoder.
         ConfigError: the family does not have the attention implementation that was asked for; dropout in
-            attention with sinks; too few rows for a special token.
+            attention with sinks; too few rows for a special token; see `freeze`.
     """
     from tierstream.engine.model import sink_attention
 
@@ -51,6 +53,7 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
             # A router's correction bias: from_pretrained keeps it in fp32, from_config not in every version.
             if buffer is not None and is_kept_in_fp32(model, f"{module_name}.{key}", model.dtype):
                 module._buffers[key] = buffer.float()
+    freeze(model, config)
     return model.train(), model.config
 
 

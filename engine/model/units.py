@@ -18,8 +18,8 @@ from torch import nn
 from tierstream.engine.model.anatomy import Anatomy, find_anatomy
 from tierstream.engine.update.groups import Groups, find_groups
 from tierstream.engine.update.optimizer import OptimizerConfig
-from tierstream.io.errors import ModelSourceError
-from tierstream.tiered.layout import Layout, PlaneSpec, TensorSpec, Unit, pack_unit
+from tierstream.io.errors import ConfigError, ModelSourceError
+from tierstream.tiered.layout import FROZEN, Layout, PlaneSpec, TensorSpec, Unit, pack_unit
 
 if TYPE_CHECKING:
     from tierstream.engine.moe.config import MoeConfig
@@ -45,6 +45,8 @@ class ModelUnits:
         beside: of each layer the tensors of another type (a router in fp32 among bf16), streamed with it.
         experts: of each layer its experts, in order; none in a dense layer, nor where they are part of it.
         passed_by: of each layer the parameters of experts that a token does not go to; 0 in a dense one.
+        head: final norm and output matrix.
+        beside_head: of the two what is frozen where the other is not.
         tied: the output matrix is the embedding; then the final norm lives in `embed` and `head is embed`.
     """
 
@@ -56,6 +58,7 @@ class ModelUnits:
     experts: tuple[tuple[Unit, ...], ...]
     passed_by: tuple[int, ...]
     head: Unit
+    beside_head: tuple[Unit, ...]
     tied: bool
     groups: Groups
     anatomy: Anatomy
@@ -66,22 +69,43 @@ class ModelUnits:
         return (self.embed, *self.tables, *self.around)
 
     @property
+    def end(self) -> tuple[Unit, ...]:
+        """What comes after the layers and not before them."""
+        return self.beside_head if self.tied else (self.head, *self.beside_head)
+
+    @property
     def without_experts(self) -> tuple[Unit, ...]:
         """In forward order, those that every step computes with."""
-        ends = () if self.tied else (self.head,)
         parts = zip(self.layers, self.beside, strict=True)
-        return (*self.begin, *(unit for layer, beside in parts for unit in (layer, *beside)), *ends)
+        return (*self.begin, *(unit for layer, beside in parts for unit in (layer, *beside)), *self.end)
 
     @property
     def in_forward_order(self) -> tuple[Unit, ...]:
-        ends = () if self.tied else (self.head,)
-        parts = zip(self.layers, self.beside, self.experts, strict=True)
-        return (*self.begin, *(unit for layer, *more in parts for unit in (layer, *chain(*more))), *ends)
+        layers = (unit for index in range(len(self.layers)) for unit in self.of_layer(index))
+        return (*self.begin, *layers, *self.end)
+
+    def of_layer(self, index: int) -> tuple[Unit, ...]:
+        return (self.layers[index], *self.beside[index], *self.experts[index])
+
+    @property
+    def backward_from(self) -> int:
+        """The first layer that has a backward: what comes before it is frozen. All layers have if something
+        around them is trained; none has if the head alone is."""
+        if any(unit.trained for unit in self.begin):
+            return 0
+        layers = range(len(self.layers))
+        trained = (index for index in layers if any(unit.trained for unit in self.of_layer(index)))
+        return next(trained, len(layers))
 
     @property
     def numel(self) -> int:
-        """Trained parameters, without padding."""
-        return sum(tensor.numel for unit in self.in_forward_order for tensor in unit.tensors)
+        """Parameters, without padding."""
+        return sum(unit.parameters for unit in self.in_forward_order)
+
+    @property
+    def frozen(self) -> int:
+        """Those of them that are not trained."""
+        return sum(unit.parameters for unit in self.in_forward_order if not unit.trained)
 
     def decayed(self) -> list[str]:
         """Parameters that weight decay moves."""
@@ -123,7 +147,8 @@ def tensors_by_part(model: nn.Module, units: Iterable[Unit]) -> Iterator[tuple[U
 def find_units(
     model: Any, *, experts_apart: bool = True, optimizer: OptimizerConfig | None = None
 ) -> ModelUnits:
-    """Units of a causal language model built by transformers (on any device, `meta` included).
+    """Units of a causal language model built by transformers (on any device, `meta` included). Parameters
+    that do not require gradients are frozen.
 
     Args:
         experts_apart: each expert is a unit; else those of a layer are part of it.
@@ -131,7 +156,7 @@ def find_units(
 
     Raises:
         ModelSourceError: the model has no decoder layers, or parameters that tierstream cannot stream yet.
-        ConfigError: see `find_groups`.
+        ConfigError: see `find_groups`; an expert is frozen in part.
     """
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
@@ -150,17 +175,22 @@ def find_units(
     ends = [p for p in model.parameters() if id(p) in ids_of_ends]
     around = [p for p in model.parameters() if id(p) not in ids_of_ends | ids_elsewhere]
     tied = any(p is e for p in output.parameters() for e in embedding)
-    embed = packer.whole(EMBED, [*embedding, *ends] if tied else embedding)
+    moving = embedding[0].requires_grad
+    with_embedding = [p for p in ends if p.requires_grad == moving] if tied else []
+    embed = packer.whole(EMBED, [*embedding, *with_embedding])
+    own = packer.ends([p for p in ends if all(p is not other for other in with_embedding)])
+    head, *beside_head = (embed, *own) if tied else own
     parts = [packer.layer(layer_name(index), layer) for index, layer in enumerate(layers)]
     return ModelUnits(
         embed=embed,
         tables=tuple(packer.whole(f"tables.{index}", own) for index, own in enumerate(tables)),
-        around=packer.by_type(AROUND, around),
+        around=packer.by_kind(AROUND, around),
         layers=tuple(main for main, _, _ in parts),
         beside=tuple(beside for _, beside, _ in parts),
         experts=tuple(experts for _, _, experts in parts),
         passed_by=tuple(packer.passed_by(layer) for layer in layers),
-        head=embed if tied else packer.whole(HEAD, ends),
+        head=head,
+        beside_head=tuple(beside_head),
         tied=tied,
         groups=packer.groups,
         anatomy=anatomy,
@@ -184,7 +214,8 @@ class _Packer:
         self._stacks = {id(p) for p in stacks}
         # A stack of vectors is a matrix by accident.
         vectors = {n for n, p in model.named_parameters() if p.dim() - (id(p) in self._stacks) < 2}
-        self.groups = find_groups(list(self._names.values()), vectors, optimizer, self._kind)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.groups = find_groups(trained, vectors, optimizer, self._kind)
         fewest, active = min((len(p) for p in stacks), default=1), self._active or 1
         if fewest < active:
             raise ModelSourceError(
@@ -192,25 +223,41 @@ class _Packer:
                 "(num_experts_per_tok); correct the config.json"
             )
 
-    def whole(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> Unit:
+    def whole(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> Unit:
         """One unit."""
-        main, beside = self._by_type(unit_name, parameters)
-        if beside:
+        (unit,) = self._of_one_type(unit_name, parameters)
+        return unit
+
+    def ends(self, parameters: Sequence[nn.Parameter]) -> tuple[Unit, ...]:
+        """What is trained, and what is not."""
+        return self._of_one_type(HEAD, parameters)
+
+    def _of_one_type(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> tuple[Unit, ...]:
+        units = self.by_kind(unit_name, parameters)
+        if len({unit.dtype for unit in units}) > 1:
             raise ModelSourceError(
-                f"{self._kind}: the parameters of {unit_name} have the types {main.dtype} and "
-                f"{', '.join(unit.dtype for unit in beside)}; only layers may have more than one"
+                f"{self._kind}: the parameters of {unit_name} have the types {units[0].dtype} and "
+                f"{', '.join(unit.dtype for unit in units[1:])}; only layers may have more than one"
             )
-        return main
+        return units
 
     def layer(self, unit_name: str, layer: nn.Module) -> tuple[Unit, tuple[Unit, ...], tuple[Unit, ...]]:
         """The layer's own unit, those beside it, those of its experts."""
         parameters = list(layer.parameters())
         stacks = [p for p in parameters if self._apart and id(p) in self._stacks]
         dense = [p for p in parameters if not self._apart or id(p) not in self._stacks]
-        main, beside = self._by_type(unit_name, dense)
+        main, *beside = self.by_kind(unit_name, dense)
         count = len(stacks[0]) if stacks else 0
+        frozen, trained = (
+            [self._names[id(p)] for p in stacks if p.requires_grad is on] for on in (False, True)
+        )
+        if frozen and trained:
+            raise ConfigError(
+                f"{frozen[0]} is frozen and {trained[0]} is trained (model.freeze, model.train_only), but an "
+                "expert is streamed as one: freeze neither or both, or use moe.stream: layers"
+            )
         experts = tuple(self._expert(f"{unit_name}.experts.{i}", stacks, i) for i in range(count))
-        return main, beside, experts
+        return main, tuple(beside), experts
 
     def passed_by(self, layer: nn.Module) -> int:
         """Parameters of the experts that a token does not go to; as if to all, if that is not known."""
@@ -223,28 +270,32 @@ class _Packer:
         tensors = [(self._names[id(p)], tuple(p.shape[1:]), self._group(p)) for p in stacks]
         return pack_unit(unit_name, self._dtype(unit_name, stacks), tensors, part=index)
 
-    def by_type(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> tuple[Unit, ...]:
-        """One unit for each type, none of nothing."""
-        if not parameters:
-            return ()
-        main, beside = self._by_type(unit_name, parameters)
-        return (main, *beside)
-
-    def _by_type(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> tuple[Unit, tuple[Unit, ...]]:
-        """One unit for each type; first the one with the most elements, which gets the name."""
-        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+    def by_kind(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> tuple[Unit, ...]:
+        """One unit of what is trained and one of what is not, for each type, and none of nothing; first the
+        one with the most elements, which gets the name. The others are named by what sets them apart.
+        """
+        by_kind: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
         for parameter in {id(p): p for p in parameters}.values():
-            by_type.setdefault(parameter.dtype, []).append(parameter)
-        main, *others = sorted(by_type.values(), key=lambda group: -sum(p.numel() for p in group))
-        beside = (self._pack(f"{unit_name}.{self._dtype(unit_name, group)}", group) for group in others)
-        return self._pack(unit_name, main), tuple(beside)
+            by_kind.setdefault((parameter.requires_grad, parameter.dtype), []).append(parameter)
+        kinds = sorted(by_kind, key=lambda kind: -sum(p.numel() for p in by_kind[kind]))
+
+        def name(kind: tuple[bool, torch.dtype]) -> str:
+            trained, dtype = (
+                own if own != first else None for own, first in zip(kind, kinds[0], strict=True)
+            )
+            how = [] if trained is None else ["trained" if trained else "frozen"]
+            return ".".join(
+                [unit_name, *how, *([] if dtype is None else [self._dtype(unit_name, by_kind[kind])])]
+            )
+
+        return tuple(self._pack(name(kind), by_kind[kind]) for kind in kinds)
 
     def _pack(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> Unit:
         tensors = [(self._names[id(p)], tuple(p.shape), self._group(p)) for p in parameters]
         return pack_unit(unit_name, self._dtype(unit_name, parameters), tensors)
 
     def _group(self, parameter: nn.Parameter) -> int:
-        return self.groups.of[self._names[id(parameter)]]
+        return self.groups.of.get(self._names[id(parameter)], FROZEN)
 
     def _dtype(self, unit_name: str, parameters: Sequence[nn.Parameter]) -> str:
         kinds = {p.dtype for p in parameters}
@@ -257,12 +308,15 @@ class _Packer:
 
 
 def state_planes(unit: Unit, *, master: str, grad_dtype: str) -> list[PlaneSpec]:
-    """The planes of one unit (docs/design.md section 3); `grad` is the only one that is not durable.
+    """The planes of one unit (docs/design.md section 3); `grad` is the only one that is not durable. A frozen
+    one has its weights alone.
 
     Args:
         grad_dtype: of units in bfloat16. That of a unit in fp32 is fp32: with narrower elements than its
             weights, a page of it would belong to two granules.
     """
+    if not unit.trained:
+        return [PlaneSpec(unit.name, "weight", unit.dtype, unit.numel, True, unit.tensors)]
     kinds: list[tuple[str, str]] = [("weight", unit.dtype)]
     if unit.dtype == "bfloat16":
         kinds.append(("master_low", "uint16") if master == "split" else ("master", "float32"))
@@ -299,7 +353,7 @@ def build_layout(
         if spec.durable or unit.name not in resident
     }
     if boundary_nbytes is not None:
-        for index in range(len(units.layers)):
+        for index in range(units.backward_from, len(units.layers)):
             name = activation_unit(index)
             planes[name, "activation"] = PlaneSpec(name, "activation", "uint8", boundary_nbytes, False)
     return Layout(page_bytes, planes)

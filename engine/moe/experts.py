@@ -58,9 +58,13 @@ class StreamedExperts:
         module: its parameters stay on `meta`.
         units: of the experts, in order.
         before: those of the layer with experts before this one.
+        goes_back: their backward follows this one's.
 
     Attributes:
         routing: of the latest forward, which the recompute uses.
+        trained: or frozen, all of them.
+        anchor: an input of each run with gradients, which requires one if the experts are trained: without
+            such an input no graph would be recorded.
         output_needed: the recompute must make the output's values; False once it is known that nothing but
             sums follows, whose gradients do not depend on them.
         last_output: of the latest run with gradients.
@@ -75,9 +79,12 @@ class StreamedExperts:
         gradients: GradientBuffers,
         *,
         before: StreamedExperts | None,
+        goes_back: bool,
     ) -> None:
         self.module, self.units = module, units
-        self._before = before
+        self._next_back = before if goes_back else None
+        self.trained = any(unit.trained for unit in units)
+        self.anchor = torch.zeros((), requires_grad=self.trained)
         self._after: StreamedExperts | None = None
         if before is not None:
             before._after = self
@@ -112,7 +119,7 @@ class StreamedExperts:
             hidden: [tokens, hidden size]. index, weights: [tokens, choices].
         """
         if torch.is_grad_enabled():
-            self.last_output = _Experts.apply(self, hidden, weights)
+            self.last_output = _Experts.apply(self, hidden, weights, self.anchor)
             return self.last_output
         self.routing = Routing.of(index, len(self.units))
         out = self.compute(hidden, weights)
@@ -151,18 +158,20 @@ class StreamedExperts:
         for expert, parameters in self._streamed():
             mine = routing.order[slice(*routing.spans[expert])]
             tokens = mine // routing.choices
-            leaves = [p.detach().requires_grad_() for p in parameters]
+            leaves = [p.detach().requires_grad_(self.trained) for p in parameters]
             part = hidden[tokens].requires_grad_()
             with torch.enable_grad():
                 out = self._mlp(part, leaves)
             coming = grad[tokens].to(torch.result_type(grad, weights))
             grad_weights[mine] = (out.detach() * coming).sum(-1).to(weights.dtype)
             grad_out = (coming * flat_weights[mine].unsqueeze(-1)).to(out.dtype)
-            grad_hidden[mine], *grads = torch.autograd.grad(out, [part, *leaves], grad_out)
-            self._gradients.open(self.units[expert]).add(grads)
-            self._gradients.close(self.units[expert])
-        if self._before is not None:
-            self._cache.expect(self._before.hit)
+            trained = leaves if self.trained else []
+            grad_hidden[mine], *grads = torch.autograd.grad(out, [part, *trained], grad_out)
+            if self.trained:
+                self._gradients.open(self.units[expert]).add(grads)
+                self._gradients.close(self.units[expert])
+        if self._next_back is not None:
+            self._cache.expect(self._next_back.hit)
         return _summed(grad_hidden, routing.choices).to(hidden.dtype), grad_weights.view_as(weights)
 
     def _streamed(self) -> Any:
@@ -195,7 +204,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, experts: StreamedExperts, hidden: torch.Tensor, weights: torch.Tensor
+        ctx: Any, experts: StreamedExperts, hidden: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor
     ) -> torch.Tensor:
         ctx.experts = experts
         ctx.save_for_backward(hidden, weights)
@@ -203,7 +212,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, *ctx.experts.gradient(*ctx.saved_tensors, grads[0])
+        return None, *ctx.experts.gradient(*ctx.saved_tensors, grads[0]), None
 
 
 def _summed(pairs: torch.Tensor, choices: int) -> torch.Tensor:

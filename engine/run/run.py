@@ -25,6 +25,7 @@ from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import RunSummary, StepMetrics
 from tierstream.engine.model.anatomy import comparison_warning
+from tierstream.engine.model.frozen import explain_frozen
 from tierstream.engine.model.units import units_of_run
 from tierstream.engine.moe.picture import expert_picture
 from tierstream.engine.moe.router_bias import saved_biases
@@ -129,7 +130,8 @@ class Run:
             applied_updates=state["applied_updates"], trace=trace,
         )  # fmt: skip
         parts.callback(runtime.close)
-        for line in (f"state: {origin}", *explain_router_losses(config.moe, model), *units.groups.describe()):
+        losses = explain_router_losses(config.moe, model)
+        for line in (f"state: {origin}", *losses, *explain_frozen(model), *units.groups.describe()):
             callbacks.on_event(line)
         interludes = Interludes(config, rows, eval_rows, runtime, callbacks, directory, state, parts)
         first, total = int(state["step"]), _total_steps(config, rows)

@@ -30,13 +30,16 @@ class Around:
         """Within, the model has these weights; with gradients enabled, `finish` must follow its backward."""
         flats = [self._streams.take(use) for use in self._uses]
         pairs = list(zip(self._bindings, flats, strict=True))
-        trained = torch.is_grad_enabled()
-        leaves = [[w.detach().requires_grad_(trained) for w in own.tensors(flat)] for own, flat in pairs]
+        records = torch.is_grad_enabled()
+        leaves = [
+            [w.detach().requires_grad_(records and own.unit.trained) for w in own.tensors(flat)]
+            for own, flat in pairs
+        ]
         with ExitStack() as stack:
             for binding, own in zip(self._bindings, leaves, strict=True):
                 stack.enter_context(binding.bound(own))
             yield
-        if trained:
+        if records:
             self._leaves = leaves
         else:
             self._release()
@@ -44,8 +47,9 @@ class Around:
     def finish(self) -> None:
         """Send the gradients away."""
         for binding, leaves in zip(self._bindings, self._leaves, strict=True):
-            self._streams.gradients.open(binding.unit).add([leaf.grad for leaf in leaves])
-            self._streams.gradients.close(binding.unit)
+            if binding.unit.trained:
+                self._streams.gradients.open(binding.unit).add([leaf.grad for leaf in leaves])
+                self._streams.gradients.close(binding.unit)
         self._leaves = []
         self._release()
 

@@ -13,7 +13,7 @@ five, or, with a loss kernel that works in place, the logit alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,10 @@ class Head:
         hidden: torch.Tensor,
         labels: torch.Tensor,
         trained_tokens: int,
-        gradients: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        of_hidden: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The losses, summed over trained tokens and divided once by their number.
 
         Args:
@@ -66,27 +68,30 @@ class Head:
             hidden: [rows, seq_len, hidden_size], before the final norm.
             labels: int64 [rows, seq_len], already shifted; IGNORED where nothing is trained.
             trained_tokens: labels of the step that are not IGNORED; > 0.
-            gradients: fp32 accumulators, one per tensor of the unit; added to.
+            gradients: fp32 accumulators, one per tensor; added to. None: it is frozen, or not of the head.
+            of_hidden: that gradient is wanted.
 
         Returns:
             (fp64 [2], cross-entropy and z-loss without its coefficient, 0 if that is 0; the gradient of
             their weighted sum with respect to `hidden`, in its shape and dtype).
         """
         flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        grad_hidden = torch.empty_like(flat)
+        grad_hidden = torch.empty_like(flat) if of_hidden else None
         total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
-        used = self._binding.used
-        leaves = list(weights)
-        for index in used:
-            leaves[index] = weights[index].detach().requires_grad_()
-        sums = {leaves[index]: gradients[index] for index in used}
+        leaves, sums = list(weights), Sums()
+        for index in self._binding.used:
+            if (own := gradients[index]) is not None:
+                leaves[index] = weights[index].detach().requires_grad_()
+                sums[leaves[index]] = own
         run_chunk = self._plain_chunk if self._loss_kernel is None else self._fused_chunk
         with torch.enable_grad(), self._binding.bound(leaves):
             for rows in self._chunks(flat):
-                part = flat[rows].detach().requires_grad_()
-                losses, grad_hidden[rows] = run_chunk(part, targets[rows], trained_tokens, sums)
+                part = flat[rows].detach().requires_grad_(of_hidden)
+                losses, grad_part = run_chunk(part, targets[rows], trained_tokens, sums)
                 total += losses
-        return total, grad_hidden.view(hidden.shape)
+                if grad_hidden is not None and grad_part is not None:
+                    grad_hidden[rows] = grad_part
+        return total, None if grad_hidden is None else grad_hidden.view(hidden.shape)
 
     def cross_entropy(
         self, weights: list[torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor
@@ -116,13 +121,11 @@ class Head:
 
     def _plain_chunk(
         self, part: torch.Tensor, targets: torch.Tensor, trained_tokens: int, sums: Sums
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # No name for the logits: they are gone before the gradient is taken.
         losses = self._summed(self._output(self._norm(part)).float(), targets)
         objective = losses[0] + self._z_coef * losses[1] if self._z_coef else losses[0]
-        grad_part, *grads = torch.autograd.grad(objective / trained_tokens, [part, *sums])
-        for total, grad in zip(sums.values(), grads, strict=True):
-            total.add_(grad)
+        grad_part = _differentiate(objective / trained_tokens, part, sums)
         return torch.stack(losses).detach().double() / trained_tokens, grad_part
 
     def _summed(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +137,7 @@ class Head:
 
     def _fused_chunk(
         self, part: torch.Tensor, targets: torch.Tensor, trained_tokens: int, sums: Sums
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._loss_kernel is not None
         weight = self._output.weight
         normed = self._norm(part)
@@ -142,13 +145,25 @@ class Head:
             logits = normed @ weight.T
             losses = self._loss_kernel(logits, targets, trained_tokens, self._z_coef)
             grad_logits = logits  # overwritten in place
-            _add_product(sums[weight], grad_logits.T, normed)
-            grad_normed = grad_logits @ weight
-        of_norm = [leaf for leaf in sums if leaf is not weight]
-        grad_part, *grads = torch.autograd.grad(normed, [part, *of_norm], grad_normed)
-        for leaf, grad in zip(of_norm, grads, strict=True):
-            sums[leaf].add_(grad)
-        return losses.sum(-1, dtype=torch.float64), grad_part
+            if weight in sums:
+                _add_product(sums[weight], grad_logits.T, normed)
+            grad_normed = grad_logits @ weight if normed.requires_grad else None
+        of_norm = {leaf: total for leaf, total in sums.items() if leaf is not weight}
+        return losses.sum(-1, dtype=torch.float64), _differentiate(normed, part, of_norm, grad_normed)
+
+
+def _differentiate(
+    value: torch.Tensor, part: torch.Tensor, sums: Sums, grad: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Adds what there is of gradients to `sums`; returns that of `part`, if it requires one."""
+    wanted = [part] if part.requires_grad else []
+    if not (wanted or sums):
+        return None
+    grads = list(torch.autograd.grad(value, [*wanted, *sums], grad))
+    grad_part = grads.pop(0) if wanted else None
+    for total, own in zip(sums.values(), grads, strict=True):
+        total.add_(own)
+    return grad_part
 
 
 def logits_nbytes(output: Any, tokens: int, z_coef: float) -> int:

@@ -51,6 +51,11 @@ class LayerParts:
         """Views into the bytes of each unit: one list for each of `units`."""
         return [binding.tensors(flat) for binding, flat in zip(self._bindings, flats, strict=True)]
 
+    @property
+    def anchors(self) -> list[torch.Tensor]:
+        """What must be differentiated as well, lest autograd passes over experts that are trained."""
+        return [] if self.experts is None or not self.experts.trained else [self.experts.anchor]
+
     @contextlib.contextmanager
     def forward(self, weights: Sequence[Sequence[torch.Tensor]], choices: Choices) -> Iterator[None]:
         """Within, the layer runs all rows with these weights, and what its routers choose is kept."""

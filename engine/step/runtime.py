@@ -120,7 +120,8 @@ class Runtime:
         self.applied_updates, self._total_updates, self._config = applied_updates, total_updates, config
         self._order: Sequence[Unit] = units.in_forward_order
         memory = plan.device
-        self._resident = [unit for unit in self._order if unit.name in memory.resident]
+        staying = [unit for unit in self._order if unit.name in memory.resident]
+        self._resident = [unit for unit in staying if unit.trained]
         streamed = [unit for unit in self._order if unit.name not in memory.resident]
         groups = units.groups.table
         self.updates = UpdateDriver(store, layout, streamed, device, config, groups, threads, trace)
@@ -131,8 +132,7 @@ class Runtime:
         self.downloader = Downloader(device, store, layout, trace, self.updates.queue.failed)
         self.uploader = Uploader(device, store, layout, memory.slots, trace, memory.resident)
         self._gradients = self._gradient_buffers(memory)
-        weights = {unit.name: self.uploader.buffer(unit.name) for unit in self._resident}
-        self._state = DeviceState(device, store, layout, self._resident, weights, config, groups, trace)
+        self._state = DeviceState(device, store, layout, staying, self.uploader.buffer, config, groups, trace)
         self._stash = ActivationStash(
             device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
@@ -159,7 +159,8 @@ class Runtime:
 
     def _gradient_buffers(self, memory: DeviceMemory) -> GradientBuffers:
         return GradientBuffers(
-            self.device, self.downloader, self._order, memory.group_of, memory.sums, self.trace,
+            self.device, self.downloader, [unit for unit in self._order if unit.trained], memory.group_of,
+            memory.sums, self.trace,
             stored=self.updates.queue.stored, closed=self._update_now, absent=self._no_gradient,
             resident=memory.resident,
         )  # fmt: skip

@@ -36,7 +36,7 @@ class Schedules:
     ) -> None:
         self._layout, self._units, self._uses, self._idle = layout, units, uses, idle
         self._resident, self._updates_in_backward = resident, config.updates_in_backward
-        self._stashes = any(use.kind == "activation" for use in uses)
+        self._stashed = {use.layer for use in uses if use.kind == "activation"}
         self._by_name = {unit.name: unit for unit in units.in_forward_order}
 
     def step(self, plan: StepPlan, *, updating: bool) -> list[tuple[Page, Intent]]:
@@ -60,12 +60,12 @@ class Schedules:
             add_update(self._by_name[use.unit])
             made += _all(plan.pages(self._layout, index), Intent.READ)
             if use.layer is None:
-                if use.kind == "head" and not self._units.tied:
+                if use.kind == "head" and self._by_name[use.unit] in self._units.end:
                     made += self._gradient(self._by_name[use.unit])
                 continue
             if _goes_on(use, next_use):
                 continue
-            if use.kind == "forward" and self._stashes:
+            if use.kind == "forward" and use.layer in self._stashed:
                 made += _all(self._layout.pages(activation_unit(use.layer), "activation"), Intent.OVERWRITE)
             for expert in self._units.experts[use.layer]:
                 add_update(expert)
@@ -96,7 +96,7 @@ class Schedules:
         return _all(self._layout.pages(expert.name, "weight"), Intent.READ)
 
     def _gradient(self, unit: Unit) -> list[tuple[Page, Intent]]:
-        if unit.name in self._resident:
+        if unit.name in self._resident or not unit.trained:
             return []
         idle = unit.name in self._idle.names
         made = [] if idle else _all(self._layout.pages(unit.name, "grad"), Intent.OVERWRITE)

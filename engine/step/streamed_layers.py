@@ -27,6 +27,7 @@ class StreamedLayers:
     Args:
         rows_per_chunk: rows that run through a layer at once.
         rows_dim: dimension of the layers' input in which they lie; None: all run at once.
+        backward_from: the first layer that has a backward; those before it are frozen, as is what they get.
 
     Attributes:
         generating: a layer is called as it comes: a few tokens of a few rows, all at once and not compiled,
@@ -41,10 +42,14 @@ class StreamedLayers:
         *,
         rows_per_chunk: int,
         rows_dim: int | None,
+        backward_from: int,
     ) -> None:
         self._parts, self._streams, self._stash = parts, streams, stash
         self._rows_per_chunk = None if rows_dim is None else rows_per_chunk
         self._rows_dim = rows_dim or 0
+        self._backward_from = backward_from
+        # A layer may be trained whose input needs no gradient: without another no graph would be recorded.
+        self._anchor = torch.zeros((), requires_grad=True)
         self.generating = False
         for index, own in enumerate(parts):
             own.layer.forward = self._replaced(index, own.layer)  # type: ignore[method-assign]
@@ -59,9 +64,14 @@ class StreamedLayers:
                 return output
             call = LayerCall(index, forward, args, kwargs, self._rows_dim)
             hidden, call.hidden = call.hidden, None
-            if torch.is_grad_enabled():
-                return call.finish(_StreamedLayer.apply(self, call, hidden, *call.extras))
-            return call.finish(self._results(call, hidden))
+            trains = torch.is_grad_enabled()
+            if trains and index >= self._backward_from:
+                return call.finish(_StreamedLayer.apply(self, call, self._anchor, hidden, *call.extras))
+            with torch.no_grad():
+                results = self._results(call, hidden)
+            if trains:
+                self._tell_idle(index)
+            return call.finish(results)
 
         return shim
 
@@ -89,12 +99,13 @@ class StreamedLayers:
             self._streams.release(use)
 
     def backward(
-        self, call: LayerCall, grads_out: Sequence[torch.Tensor | None]
+        self, call: LayerCall, grads_out: Sequence[torch.Tensor | None], *, of_inputs: bool
     ) -> list[torch.Tensor | None]:
         """Gradients of the hidden states and of the extras.
 
         Args:
             grads_out: of the results.
+            of_inputs: these are wanted; else they are None, and only the layer's own are computed.
         """
         parts, gradients = self._parts[call.layer], self._streams.gradients
         uses = [Use("backward", unit.name, call.layer) for unit in parts.units]
@@ -102,27 +113,29 @@ class StreamedLayers:
         assert grad_out is not None
         hidden = self._stashed(call.layer, grad_out)
         weights = parts.tensors([self._streams.take(use) for use in uses])
-        leaves = [[w.detach().requires_grad_() for w in own] for own in weights]
-        totals = [gradients.open(unit) for unit in parts.units]
+        units = list(zip(parts.units, weights, strict=True))
+        leaves = [[w.detach().requires_grad_(unit.trained) for w in own] for unit, own in units]
+        trained = [(unit, own) for unit, own in zip(parts.units, leaves, strict=True) if unit.trained]
+        totals = [gradients.open(unit) for unit, _ in trained]
         assert call.rng is not None
 
         def chunk_backward(rows: slice) -> Sequence[torch.Tensor | None]:
-            part = call.hidden_rows(hidden, rows).detach().requires_grad_()
+            part = call.hidden_rows(hidden, rows).detach().requires_grad_(of_inputs)
             extras = [extra.detach().requires_grad_() for extra in call.extra_rows(rows)]
             results = parts.recompute(lambda: call.run(part, rows, extras))
             shares = parts.router_shares(rows)
             coming = [call.hidden_rows(grad_out, rows), *(call.cut(grad, rows) for grad in grads_out[1:])]
             pairs = [pair for pair in zip(results, coming, strict=True) if pair[1] is not None]
             pairs += [(share, torch.ones_like(share)) for share in shares]
-            ends, grads_of_ends = zip(*pairs, strict=True)
-            wanted = [part, *extras, *chain(*leaves)]
-            found = torch.autograd.grad(ends, wanted, grads_of_ends, allow_unused=True)
-            of_inputs, grads = list(found[: 1 + len(extras)]), list(found[1 + len(extras) :])
-            del found
-            for total, own in zip(totals, leaves, strict=True):
+            ends, grads_of_ends = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+            inputs = [part, *extras] if of_inputs else []
+            wanted = [*inputs, *chain(*(own for _, own in trained)), *parts.anchors]
+            grads = list(torch.autograd.grad(ends, wanted, grads_of_ends, allow_unused=True))
+            made = [grads.pop(0) for _ in inputs]
+            for total, (_, own) in zip(totals, trained, strict=True):
                 total.add(grads[: len(own)])
                 del grads[: len(own)]
-            return of_inputs
+            return made
 
         with (
             self._streams.computing("backward", parts.units[0]),
@@ -131,16 +144,26 @@ class StreamedLayers:
             self._streams.device.replayed_rng(call.rng),
         ):
             chunks = ((rows, chunk_backward(rows)) for rows in self._chunks(call.rows))
-            grads_in: list[torch.Tensor | None] = call.joined(hidden, chunks)
+            grads_in: list[torch.Tensor | None] = [None]
+            if of_inputs:
+                grads_in = call.joined(hidden, chunks)
+            else:
+                for _ in chunks:
+                    pass
         for use in uses:
             self._streams.release(use)
         if not self._stash.on_device:
             self._streams.release(Use("activation", activation_unit(call.layer), call.layer))
-        for unit in parts.units:
+        for unit, _ in trained:
             gradients.close(unit)
-        for unit in [] if parts.experts is None else parts.experts.idle:
-            gradients.absent(unit)
+        self._tell_idle(call.layer)
         return grads_in
+
+    def _tell_idle(self, layer: int) -> None:
+        """A layer has run for the last time in a step: its experts without tokens get no gradient."""
+        experts = self._parts[layer].experts
+        for unit in [] if experts is None else experts.idle:
+            self._streams.gradients.absent(unit)
 
     def _stashed(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         if self._stash.on_device:
@@ -156,7 +179,12 @@ class StreamedLayers:
 class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layers: StreamedLayers, call: LayerCall, hidden: torch.Tensor, *extras: torch.Tensor
+        ctx: Any,
+        layers: StreamedLayers,
+        call: LayerCall,
+        anchor: torch.Tensor,
+        hidden: torch.Tensor,
+        *extras: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.layers, ctx.call = layers, call
         ctx.set_materialize_grads(False)  # no one may want what a layer shares
@@ -165,4 +193,5 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
         call, ctx.call = ctx.call, None
-        return None, None, *ctx.layers.backward(call, grad_outputs)
+        wanted = any(ctx.needs_input_grad[3:])
+        return None, None, None, *ctx.layers.backward(call, grad_outputs, of_inputs=wanted)

@@ -30,7 +30,8 @@ class Use(NamedTuple):
 
 
 def list_uses(units: ModelUnits, *, stashes: bool) -> list[Use]:
-    """Those of a step; those of a pass forward, up to the head, come first.
+    """Those of a step; those of a pass forward, up to the head, come first. Layers that have no backward are
+    used once, and their inputs are not kept.
 
     Args:
         stashes: the layers' inputs wait in the store.
@@ -40,16 +41,20 @@ def list_uses(units: ModelUnits, *, stashes: bool) -> list[Use]:
         own = (units.layers[index], *units.beside[index])
         return [Use(kind, unit.name, index) for unit in own]
 
-    layers = range(len(units.layers))
+    layers, backward = range(len(units.layers)), range(units.backward_from, len(units.layers))
     uses = [Use("table", unit.name) for unit in (units.embed, *units.tables)]
     uses += [Use("around", unit.name) for unit in units.around]
     uses += [use for index in layers for use in layer_uses("forward", index)]
-    uses += [Use("head", units.head.name)]
-    for index in reversed(layers):
+    uses += head_uses(units)
+    for index in reversed(backward):
         if stashes:
             uses.append(Use("activation", activation_unit(index), index))
         uses += layer_uses("backward", index)
     return uses
+
+
+def head_uses(units: ModelUnits) -> list[Use]:
+    return [Use("head", unit.name) for unit in (units.head, *units.beside_head)]
 
 
 class Streams:

@@ -32,7 +32,7 @@ from tierstream.engine.step.gradients import GradientBuffers
 from tierstream.engine.step.head import Head, final_norm, model_logits
 from tierstream.engine.step.layer_parts import LayerParts
 from tierstream.engine.step.streamed_layers import StreamedLayers
-from tierstream.engine.step.streams import Streams, Use, list_uses
+from tierstream.engine.step.streams import Streams, Use, head_uses, list_uses
 from tierstream.engine.step.tables import StreamedTable
 from tierstream.engine.trace.trace import Trace
 
@@ -74,12 +74,12 @@ class Sweep:
         names = inspect.signature(type(self._decoder).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5
         self.uses = list_uses(units, stashes=not stash.on_device)
-        self._head_use = Use("head", units.head.name)
-        self.forward_uses = self.uses.index(self._head_use) + 1
+        self._head_uses = head_uses(units)
+        self.forward_uses = self.uses.index(self._head_uses[-1]) + 1
         self._streams = Streams(device, uploader, gradients, trace, self.uses)
         anatomy = units.anatomy
         norm, output = final_norm(model, anatomy), model.get_output_embeddings()
-        self._head_binding = Binding(model, [norm, output], units.head)
+        self._head_binding = Binding(model, [norm, output], units.head, *units.beside_head)
         self._head = Head(
             norm, model_logits(model, anatomy), self._head_binding, loss_chunk_tokens, z_loss_coef
         )
@@ -90,8 +90,9 @@ class Sweep:
         self._around = Around(model, units.around, self._streams)
         self._parts = self._part_layers(model, cache)
         self._layers = StreamedLayers(
-            self._parts, self._streams, stash, rows_per_chunk=rows_per_chunk, rows_dim=anatomy.rows_dim
-        )
+            self._parts, self._streams, stash, rows_per_chunk=rows_per_chunk, rows_dim=anatomy.rows_dim,
+            backward_from=units.backward_from,
+        )  # fmt: skip
 
     def _part_layers(self, model: Any, cache: ExpertCache | None) -> list[LayerParts]:
         units, parts = self._units, []
@@ -103,8 +104,9 @@ class Sweep:
                 assert module is not None
                 assert cache is not None
                 experts = StreamedExperts(
-                    module, units.experts[index], self._streams.device, cache, self._gradients, before=before
-                )
+                    module, units.experts[index], self._streams.device, cache, self._gradients, before=before,
+                    goes_back=index > units.backward_from,
+                )  # fmt: skip
                 before = experts
             routers = layer_routers(model, layer, self._router_losses)
             own = [units.layers[index], *units.beside[index]]
@@ -136,16 +138,19 @@ class Sweep:
         """
         self._stash.begin_step()
         hidden = self._hidden_states(plan, batch)
-        weights = self._head_binding.tensors(self._streams.take(self._head_use))
-        sums = self._gradients.open(self._units.head).views()
-        with torch.no_grad(), self._streams.computing("head", self._units.head):
+        sums = list[torch.Tensor | None]()
+        for unit in (self._units.head, *self._units.beside_head):
+            sums += self._gradients.open(unit).views() if unit.trained else [None] * len(unit.tensors)
+        with torch.no_grad(), self._head_weights() as weights:
             losses, grad = self._head.loss_and_gradient(
-                weights, hidden.detach(), batch.labels, batch.trained_tokens, sums
-            )
-        self._streams.release(self._head_use)
-        if not self._units.tied:
-            self._gradients.close(self._units.head)
-        torch.autograd.backward(hidden, grad)
+                weights, hidden.detach(), batch.labels, batch.trained_tokens, sums,
+                of_hidden=hidden.requires_grad,
+            )  # fmt: skip
+        for unit in self._units.end:
+            if unit.trained:
+                self._gradients.close(unit)
+        if grad is not None:
+            torch.autograd.backward(hidden, grad)
         self._around.finish()
         self._uploader.finish()
         return losses
@@ -158,7 +163,9 @@ class Sweep:
         """
         hidden = self._hidden_states(plan, batch)
         with self._head_weights() as weights:
-            return self._head.cross_entropy(weights, hidden, batch.labels)
+            loss = self._head.cross_entropy(weights, hidden, batch.labels)
+        self._uploader.finish()
+        return loss
 
     def next_logits(self, plan: StepPlan, cache: Any, **inputs: torch.Tensor) -> torch.Tensor:
         """A pass forward over tokens that follow those in `cache`; under `no_grad`.
@@ -177,7 +184,9 @@ class Sweep:
             hidden = self._decoder(**inputs, **{self._cache_name: cache}, use_cache=True, **self._options)
         self._layers.generating = False
         with self._head_weights() as weights:
-            return self._head.logits(weights, hidden.last_hidden_state[:, -1])
+            logits = self._head.logits(weights, hidden.last_hidden_state[:, -1])
+        self._uploader.finish()
+        return logits
 
     def _hidden_states(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
         """What the decoder gives, without its final norm; uploads begin."""
@@ -192,12 +201,12 @@ class Sweep:
 
     @contextmanager
     def _head_weights(self) -> Iterator[list[torch.Tensor]]:
-        """Within, those of the head, the last upload of a pass forward."""
-        weights = self._head_binding.tensors(self._streams.take(self._head_use))
+        """Within, those of the head, the last uploads of a pass forward."""
+        weights = self._head_binding.tensors(*(self._streams.take(use) for use in self._head_uses))
         with self._streams.computing("head", self._units.head):
             yield weights
-        self._streams.release(self._head_use)
-        self._uploader.finish()
+        for use in self._head_uses:
+            self._streams.release(use)
 
     def expert_tokens(self) -> list[dict[int, int]]:
         """Of each layer with experts, in the latest step: expert -> tokens, of those that had any."""

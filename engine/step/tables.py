@@ -58,9 +58,10 @@ class StreamedTable:
         module.forward = self._replaced
 
     def _replaced(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._binding.unit.trained:
             return _Table.apply(self, args, kwargs, self._anchor)
-        return self.forward(args, kwargs)[0]
+        with torch.no_grad():
+            return self.forward(args, kwargs)[0]
 
     def forward(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, _Rows]:
         """The module's own forward; with a graph that begins at the rows, where gradients are enabled."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -33,12 +33,16 @@ class Groups:
     of: Mapping[str, int]
 
     def describe(self) -> Iterator[str]:
-        """A line for each group. Names of tensors that layers have in common are told once."""
+        """A line for each group."""
         for index, group in enumerate(self.table):
             names = [name for name, own in self.of.items() if own == index]
-            told = ", ".join(Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
             rates = f"lr x {group.lr_scale:g}, weight decay {group.weight_decay:g}"
-            yield f"optimizer: {len(names)} tensor{'s' * (len(names) != 1)}, {rates}: {told}"
+            yield f"optimizer: {len(names)} tensor{'s' * (len(names) != 1)}, {rates}: {common_names(names)}"
+
+
+def common_names(names: Iterable[str]) -> str:
+    """Names of tensors, those that layers have in common once."""
+    return ", ".join(Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
 
 
 def find_groups(
@@ -47,7 +51,7 @@ def find_groups(
     """Groups of the parameters of a model.
 
     Args:
-        names: of all parameters. vectors: of those that never decay.
+        names: of all parameters that are trained. vectors: of those that never decay.
         model: what errors call it.
 
     Raises:
@@ -87,8 +91,8 @@ def _first_fits(
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
             raise ConfigError(
-                f"optimizer.{key} has {pattern!r}, and no parameter of {model} has such a name; they are "
-                f"like {names[0]} and {names[len(names) // 2]}"
+                f"optimizer.{key} has {pattern!r}, and no parameter of {model} that is trained has such a "
+                f"name; they are like {names[0]} and {names[len(names) // 2]}"
             )
         own = [name for name in fitting if first.setdefault(name, index) == index]
         if not own:

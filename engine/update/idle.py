@@ -22,8 +22,8 @@ class IdleExperts:
     """Knows which experts are idle, and up to which update each one's planes are.
 
     Args:
-        streamed: all units that `updates` updates, in forward order.
-        experts: those of them that are experts.
+        streamed: all units that `updates` knows, in forward order.
+        experts: those of them that are experts. Of frozen ones it is only known which are idle.
         update_of: a number of applied updates -> the verdict of the next one, whatever its gradients were.
         applied: updates that the planes hold.
 
@@ -41,22 +41,23 @@ class IdleExperts:
         applied: int,
     ) -> None:
         self._mode, self._updates, self._update_of = mode, updates, update_of
-        self._streamed = [unit.name for unit in streamed]
-        self._experts = [unit.name for unit in experts]
+        self._streamed = [unit.name for unit in streamed if unit.trained]
+        self._experts = list(experts)
         self.names: set[str] = set()
         self.restart(applied)
 
     def restart(self, applied: int) -> None:
         """The planes of all experts hold so many updates."""
         self._applied = applied
-        self._reached = dict.fromkeys(self._experts, applied) if self._mode == "lazy" else {}
+        lazy = [unit.name for unit in self._experts if unit.trained] if self._mode == "lazy" else []
+        self._reached = dict.fromkeys(lazy, applied)
 
     def begin_step(self) -> None:
         self.names.clear()
 
     def expect_all_idle(self) -> None:
         """Before the first step nobody knows who will have tokens: who does is read when it is wanted."""
-        self.names.update(self._experts)
+        self.names.update(unit.name for unit in self._experts)
 
     def absent(self, unit: Unit, verdict: Verdict | None) -> None:
         """An expert has no tokens in this step.
@@ -65,7 +66,7 @@ class IdleExperts:
             verdict: of its update, where that is carried out during backward.
         """
         self.names.add(unit.name)
-        if verdict is not None and self._mode == "dense":
+        if verdict is not None and self._mode == "dense" and unit.trained:
             self._updates.queue.finish([unit.name])
             self._updates.queue.decide({unit.name: self._updates.idle_work(unit.name, [verdict])})
 
@@ -102,7 +103,7 @@ class IdleExperts:
 
     def overdue(self) -> dict[str, Work]:
         """What experts have missed, to be carried out now."""
-        return self._overdue(self._experts)
+        return self._overdue(self._reached)
 
     def _overdue(self, names: Iterable[str]) -> dict[str, Work]:
         behind = [name for name in names if self.is_behind(name)]

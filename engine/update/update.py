@@ -39,7 +39,7 @@ class UpdateDriver:
     """Threads that update granules; see `UpdateQueue` for their order.
 
     Args:
-        units: those whose state is in the store, in forward order.
+        units: those whose state is in the store, in forward order; of what is frozen there is nothing to do.
         groups: by the index that tensors have.
         threads: CPU threads of the kernel.
     """
@@ -56,7 +56,7 @@ class UpdateDriver:
         trace: Trace,
     ) -> None:
         self._config, self._groups, self._trace = config, groups, trace
-        self._granules = {unit.name: granules(layout, unit) for unit in units}
+        self._granules = {unit.name: granules(layout, unit) if unit.trained else [] for unit in units}
         self._idle = {
             name: [granule.without_gradient() for granule in own] for name, own in self._granules.items()
         }
@@ -67,11 +67,12 @@ class UpdateDriver:
                 dtypes[spec.unit][spec.plane] = spec.dtype
         self._on_device: _DeviceWorker | None = None
         workers: list[tuple[Track, _Worker]] = []
-        if units and config.placement != "gpu":
+        trained = [unit for unit in units if unit.trained]
+        if trained and config.placement != "gpu":
             worker = _CpuWorker(store, dtypes, threads)
             workers += [(track, worker) for track in _CPU_WORKERS]
-        if units and config.updates_on_device(device_in_host=not device.is_cuda, threads=threads):
-            nbytes = device_granule_nbytes(layout, units)
+        if trained and config.updates_on_device(device_in_host=not device.is_cuda, threads=threads):
+            nbytes = device_granule_nbytes(layout, trained)
             alone = config.placement == "gpu"
             self._on_device = _DeviceWorker(store, layout, dtypes, device, nbytes, last_first=not alone)
             workers.append((Track.DEVICE_UPDATER, self._on_device))

@@ -33,15 +33,16 @@ class PlaneWriter:
             self._write(unit, start_element + start, values[start : start + BLOCK_ELEMENTS])
 
     def _write(self, unit: str, start_element: int, values: NDArray[np.float32]) -> None:
-        if (unit, "master_low") in self.layout.planes:
-            weight, low = np.empty(values.size, np.uint16), np.empty(values.size, np.uint16)
-            _native.split_master(values, weight, low)
-            self.store.write_range(unit, "weight", start_element, weight)
-            self.store.write_range(unit, "master_low", start_element, low)
-        elif (unit, "master") in self.layout.planes:
-            weight = np.empty(values.size, np.uint16)
-            _native.round_bf16(values, weight)
-            self.store.write_range(unit, "weight", start_element, weight)
-            self.store.write_range(unit, "master", start_element, values)
-        else:
+        if self.layout.spec(unit, "weight").dtype == "float32":
             self.store.write_range(unit, "weight", start_element, values)
+            return
+        weight = np.empty(values.size, np.uint16)
+        if (unit, "master_low") in self.layout.planes:
+            low = np.empty(values.size, np.uint16)
+            _native.split_master(values, weight, low)
+            self.store.write_range(unit, "master_low", start_element, low)
+        else:
+            _native.round_bf16(values, weight)
+        if (unit, "master") in self.layout.planes:
+            self.store.write_range(unit, "master", start_element, values)
+        self.store.write_range(unit, "weight", start_element, weight)

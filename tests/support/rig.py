@@ -19,6 +19,8 @@ from support.stores import drives_in
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device.device import CopyFaults, Device
+from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.model.frozen import freeze
 from tierstream.engine.model.meta_model import materialise_buffers
 from tierstream.engine.model.units import ModelUnits, units_of_run
 from tierstream.engine.moe.config import MoeConfig
@@ -124,6 +126,8 @@ class Setup:
     moe: MoeConfig = field(default_factory=MoeConfig)
     threads: int = 2
     trace: bool = False
+    freeze: list[str] | None = None
+    train_only: list[str] | None = None
     prepare: Callable[[Any], None] = lambda model: None
     """May put other kernels into the model on `meta`."""
 
@@ -140,6 +144,7 @@ class Rig:
         self.device = Device(setup.device, CopyFaults(faults) if faults is not None else None)
         model = _meta(setup)
         setup.prepare(model)
+        _freeze(model, setup)
         self.units = units_of_run(model, setup.moe, setup.optimizer)
         self.plan, self.layout = plan_of(setup, self.units)
         self.backend = open_backend("posix", threads=2) if setup.nvme is not None else None
@@ -203,10 +208,12 @@ class Rig:
         return out
 
     def tensors(self, plane: str = "weight") -> dict[str, torch.Tensor]:
-        """fp32 copies of one plane of every tensor, by parameter name."""
+        """fp32 copies of one plane of every tensor that has it, by parameter name."""
         found: dict[str, torch.Tensor] = {}
         stacks: dict[str, list[torch.Tensor]] = {}
         for unit in self.units.in_forward_order:
+            if (unit.name, plane) not in self.layout.planes:
+                continue
             flat = torch.from_numpy(self.plane(unit.name, plane))
             flat = flat.view(torch.bfloat16).float() if flat.dtype == torch.uint16 else flat
             for tensor in unit.tensors:
@@ -271,6 +278,10 @@ def _meta(setup: Setup) -> Any:
     return model.train()
 
 
+def _freeze(model: Any, setup: Setup) -> None:
+    freeze(model, ModelConfig(config="of the test", freeze=setup.freeze, train_only=setup.train_only))
+
+
 def keep_gradients(run: Rig) -> dict[str, np.ndarray]:
     """Unit -> its fp32 gradient, as it is sent away in the steps that follow."""
     kept, gradients = {}, run.runtime._gradients
@@ -292,8 +303,11 @@ class PlainTraining:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.model = reference_model(setup.config, getattr(torch, setup.dtype), setup.attention)
+        _freeze(self.model, setup)
         self.masters = {
-            name: p.detach().float().clone().requires_grad_() for name, p in self.model.named_parameters()
+            name: p.detach().float().clone().requires_grad_()
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
         }
         decayed = [p for p in self.masters.values() if p.dim() >= 2]
         plain = [p for p in self.masters.values() if p.dim() < 2]
@@ -313,14 +327,15 @@ class PlainTraining:
             logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100
         )
         loss.backward()
-        for name, parameter in self.model.named_parameters():
-            self.masters[name].grad = parameter.grad.float()
+        parameters = dict(self.model.named_parameters())
+        for name, master in self.masters.items():
+            master.grad = parameters[name].grad.float()
         clip = self.setup.optimizer.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), clip if clip is not None else 1e30)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(self.masters[name])
+            for name, master in self.masters.items():
+                parameters[name].copy_(master)
         return loss.item(), norm.item()

@@ -22,6 +22,8 @@ OPTIONS = """\
 --model.path TEXT|null null
 --model.config TEXT|null null
 --model.vocab-size INT|null null
+--model.freeze TEXT ...|null null
+--model.train-only TEXT ...|null null
 --model.dtype {bfloat16,float32} bfloat16
 --model.attention {auto,sdpa,eager,sinks} auto
 --data.files TEXT ... (required)
