@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tierstream.engine.model.config import ModelConfig
-from tierstream.engine.update.groups import common_names
 from tierstream.io.errors import ConfigError
 
 
@@ -37,12 +36,6 @@ def freeze(model: Any, config: ModelConfig) -> None:
     if not any(parameter.requires_grad for parameter in names):
         given = (f"model.{key}" for key in ("freeze", "train_only") if getattr(config, key) is not None)
         raise ConfigError(f"no parameter of {kind} is left to train by {' and '.join(given)}; freeze fewer")
-
-
-def explain_frozen(model: Any) -> list[str]:
-    """What a run says of them; nothing where all are trained."""
-    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return [f"frozen: {len(names)} tensor{'s' * (len(names) != 1)}: {common_names(names)}"] if names else []
 
 
 def _fitting(key: str, patterns: list[str], names: list[str], kind: str) -> set[str]:

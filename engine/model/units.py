@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tierstream.engine.model.anatomy import Anatomy, find_anatomy
-from tierstream.engine.update.groups import Groups, find_groups
+from tierstream.engine.update.groups import Groups, common_names, find_groups
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError, ModelSourceError
 from tierstream.tiered.layout import FROZEN, Layout, PlaneSpec, TensorSpec, Unit, pack_unit
@@ -106,6 +106,14 @@ class ModelUnits:
     def frozen(self) -> int:
         """Those of them that are not trained."""
         return sum(unit.parameters for unit in self.in_forward_order if not unit.trained)
+
+    def describe(self) -> Iterator[str]:
+        """What is frozen, and how the rest is trained: a line for each."""
+        units = (unit for unit in self.in_forward_order if not unit.trained)
+        names = dict.fromkeys(tensor.name for unit in units for tensor in unit.tensors)
+        if names:
+            yield f"frozen: {len(names)} tensor{'s' * (len(names) != 1)}: {common_names(names)}"
+        yield from self.groups.describe()
 
     def decayed(self) -> list[str]:
         """Parameters that weight decay moves."""

@@ -25,7 +25,6 @@ from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import RunSummary, StepMetrics
 from tierstream.engine.model.anatomy import comparison_warning
-from tierstream.engine.model.frozen import explain_frozen
 from tierstream.engine.model.units import units_of_run
 from tierstream.engine.moe.picture import expert_picture
 from tierstream.engine.moe.router_bias import saved_biases
@@ -130,8 +129,7 @@ class Run:
             applied_updates=state["applied_updates"], trace=trace,
         )  # fmt: skip
         parts.callback(runtime.close)
-        losses = explain_router_losses(config.moe, model)
-        for line in (f"state: {origin}", *losses, *explain_frozen(model), *units.groups.describe()):
+        for line in (f"state: {origin}", *explain_router_losses(config.moe, model), *units.describe()):
             callbacks.on_event(line)
         interludes = Interludes(config, rows, eval_rows, runtime, callbacks, directory, state, parts)
         first, total = int(state["step"]), _total_steps(config, rows)

@@ -12,7 +12,7 @@ from support.families import moe_config
 from support.models import tiny_hf_config
 
 from tierstream.engine.model.config import ModelConfig
-from tierstream.engine.model.frozen import explain_frozen, freeze
+from tierstream.engine.model.frozen import freeze
 from tierstream.engine.model.units import find_units
 from tierstream.engine.plan import spared_flop, step_flop
 from tierstream.engine.update.optimizer import OptimizerConfig
@@ -37,7 +37,7 @@ def test_patterns_name_parameters() -> None:
     assert trained(meta(tiny_hf_config(), train_only=["*.self_attn.*"])) == attention
     model = meta(tiny_hf_config(), train_only=["*.self_attn.*"], freeze=["*.layers.[01].*", "*q_proj*"])
     assert trained(model) == {f"model.layers.2.self_attn.{key}_proj.weight" for key in "kvo"}
-    (line,) = explain_frozen(meta(tiny_hf_config(), freeze=["*norm*"]))
+    line, *_ = find_units(meta(tiny_hf_config(), freeze=["*norm*"])).describe()
     assert line.startswith("frozen: 7 tensors: ")
     assert "model.layers.*.input_layernorm.weight" in line
 
