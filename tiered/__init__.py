@@ -3,6 +3,7 @@
 - `layout`: units, planes, pages; no I/O
 - `store`: leases on pages; what callers use, with `lease` and `stats`
 - `cache`: the state machine behind it, with `frames`, `policy`, `reclaim` (eviction, write-back), `prefetch`
+- `replay`: recorded page uses, served again by that state machine or at best
 - `arena`: the DRAM, pinned for the GPU
 - `zarrdir`: chunk files on one or more drives; `hierarchy` is the format, `bfloat16` its type for zarr,
   `readback` the check that drives give back what was written

@@ -388,6 +388,7 @@ class Cache:
                 break
             entry.bind(frame, filling=True)
             entry.prefetched = True
+            entry.last_use = self._clock  # LRU would give it up first
             self._prefetch_in_flight_bytes += entry.nbytes
             self._issue(Transfer(Kind.PREFETCH, entry))
         if window.frames_wanted:

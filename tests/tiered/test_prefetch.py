@@ -52,6 +52,15 @@ def test_prefetch_never_evicts_what_is_needed_sooner() -> None:
     assert it.resident() == {0, 4, 5}
 
 
+def test_a_page_that_was_read_ahead_is_a_recent_one_to_lru() -> None:
+    it, pages = bench(6, 3, prefetch=2, policy="lru")
+    it.use(pages[5], scheduled=False)
+    it.begin([pages[0], pages[1]])
+    it.end_all()
+    it.use(pages[3], scheduled=False)
+    assert it.log == [(Kind.PREFETCH, 0), (Kind.PREFETCH, 1), (Kind.DEMAND, 3)], "0 is read again"
+
+
 def test_prefetch_waits_while_the_victim_of_lru_is_needed_sooner() -> None:
     it, pages = bench(6, 3, prefetch=6, policy="lru")
     it.begin([pages[4], pages[3], pages[0], pages[5]])
