@@ -29,6 +29,7 @@ from tierstream.io.backend import Backend, TransferPath, open_backend
 from tierstream.io.errors import ConfigError
 from tierstream.io.spread import Root, Spread
 from tierstream.io.throttle import ThrottledBackend
+from tierstream.tiered.filled import Identity
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.store import Directory, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
@@ -157,7 +158,8 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     """Refuse a run whose files cannot fit, before anything is written.
 
     Needs of folders on one file system are added: the state and what may spill on the drives, and the
-    checkpoints that stand side by side in the run directory, without those that are there already.
+    checkpoints that stand side by side in the run directory, without those that are there already. The state
+    of a run that ended makes place, or stays as a part of this one.
 
     Raises:
         StorageError: names the directory, the bytes needed and the bytes free.
@@ -171,8 +173,11 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
             if inner != outer and os.path.commonpath([inner, outer]) == outer:
                 raise ConfigError(f"tiers.nvme_dirs: {inner} lies in {outer}; name one of them, or another")
     state_bytes = plan.nvme_bytes + plan.spill_bytes
+    held = [drives.held_bytes(os.path.join(root, STATE_FOLDER)) for root in roots]
     if len(roots) < 2:
-        drives.check_directories([*((root, state_bytes) for root in roots), checkpoints])
+        drives.check_directories(
+            [*((root, max(0, state_bytes - old)) for root, old in zip(roots, held, strict=True)), checkpoints]
+        )
         return
     # Several drives share the state by their speed, and by their space where that is short.
     *infos, own = drives.check_directories([*((root, 0) for root in roots), checkpoints])
@@ -181,7 +186,9 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
             Root(
                 directory=info.path,
                 weight=1.0,
-                capacity_bytes=info.free_bytes - (checkpoints[1] if info.device == own.device else 0),
+                capacity_bytes=info.free_bytes
+                + sum(old for other, old in zip(infos, held, strict=True) if other.device == info.device)
+                - (checkpoints[1] if info.device == own.device else 0),
                 volume=info.device,
             )
             for info in infos
@@ -196,11 +203,13 @@ def open_drives(
     attributes: dict[str, object],
     known: list[KnownDrive],
     paths: dict[str, TransferPath],
+    values: Identity | None = None,
 ) -> Drives | None:
     """Create the state's files on the drives; None where the state lives in DRAM.
 
     Args:
         known: of `tiers.nvme_dirs`, in order. paths: as `check_paths` found them.
+        values: what the first values follow from; see `ZarrDirectory.create`.
 
     Raises:
         StorageError: a directory is missing, full, not writable, or in use by another run.
@@ -218,7 +227,9 @@ def open_drives(
             backends.append(backend)
             root = os.path.join(drive.directory, STATE_FOLDER)
             parts.append(drives.Drive(root, backend, drive.weight))
-        directory = ZarrDirectory.create(parts, layout, attributes, readback=config.tiers.readback)
+        directory = ZarrDirectory.create(
+            parts, layout, attributes, readback=config.tiers.readback, values=values
+        )
         opened.callback(directory.close)
         return Drives(directory, known, paths, backends, opened.pop_all())
 
@@ -241,6 +252,7 @@ def build_store(
         layout,
         dram_bytes=plan.dram_bytes,
         directory=directory,
+        stored=tier.directory.filled.pages if tier else (),
         policy=config.tiers.policy,
         prefetch_bytes=plan.prefetch_bytes,
         writeback_bytes=plan.writeback_bytes,

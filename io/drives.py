@@ -122,6 +122,20 @@ def check_free(path: str, need_bytes: int) -> int:
     return free_bytes
 
 
+def held_bytes(path: PathLike) -> int:
+    """Space that the files under a directory take; 0 if it is not there. Raises StorageError."""
+    name, total = os.fspath(path), 0
+    with storage_errors("looking at", name):
+        if not os.path.isdir(name):
+            return 0
+        for entry in seam.current().scandir(name):
+            if entry.is_dir(follow_symlinks=False):
+                total += held_bytes(entry.path)
+            else:
+                total += 512 * entry.stat(follow_symlinks=False).st_blocks
+    return total
+
+
 def _check_writable(path: str) -> TransferPath:
     try:
         return probe(path)

@@ -20,7 +20,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -32,6 +34,8 @@ from tierstream.io.transfer import Direction, transfer_all
 #: A directory that is being removed has this at the end of its name; one found there was left by a process
 #: that died.
 REMOVING_SUFFIX = ".removing"
+#: Files that are synced at once: a drive makes one flush of several.
+_SYNC_THREADS = 8
 
 
 def write_file(path: PathLike, data: bytes) -> None:
@@ -85,7 +89,7 @@ def publish_directory(temporary: PathLike, final: PathLike, *, replace: bool = F
         StorageError: `final` exists, or a step failed. Up to the rename `temporary` stays as it is.
     """
     source, target = os.fspath(temporary), os.path.abspath(final)
-    _sync_tree(source)
+    sync_tree(source)
     replaced = _exists(target)
     if replaced and not replace:
         cause = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -140,6 +144,27 @@ def sync_directory(path: PathLike) -> None:
     _sync(os.fspath(path), os.O_RDONLY | os.O_DIRECTORY)
 
 
+def sync_tree(directory: str) -> None:
+    """Makes a directory and all that it holds durable (fsync): files, then directories, deepest first."""
+    files, directories = _list_tree(directory)
+    with ThreadPoolExecutor(_SYNC_THREADS, "tierstream-sync") as pool:
+        for _ in pool.map(partial(_sync, flags=os.O_RDONLY), files):
+            pass
+    for path in reversed(directories):
+        sync_directory(path)
+
+
+def _list_tree(directory: str) -> tuple[list[str], list[str]]:
+    """Files, and directories, each before those in it."""
+    files, directories = [], [directory]
+    for path in directories:  # grows meanwhile
+        with storage_errors("listing", path):
+            entries = seam.current().scandir(path)
+        directories += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        files += [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
+    return files, directories
+
+
 def _write_new(path: str, data: bytes) -> None:
     calls = seam.current()
     with storage_errors("creating", path):
@@ -179,17 +204,6 @@ def _exists(path: str) -> bool:
         except FileNotFoundError:
             return False
     return True
-
-
-def _sync_tree(directory: str) -> None:
-    with storage_errors("listing", directory):
-        entries = seam.current().scandir(directory)
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            _sync_tree(entry.path)
-        elif entry.is_file(follow_symlinks=False):
-            _sync(entry.path, os.O_RDONLY)
-    sync_directory(directory)
 
 
 def _sync(path: str, flags: int) -> None:

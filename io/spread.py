@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -50,6 +50,8 @@ class Spread(Generic[_Page]):
         pages: the pages and their bytes; all of them must find room.
         loose: more pages, placed after `pages` by the same rule; space is not promised to them (files that
             may never be made). Where no root has room, weights alone decide.
+        placed: of `pages` that are somewhere already: the position of their root, whose `capacity_bytes`
+            counts them as free.
 
     Attributes:
         nbytes: bytes of `pages` on each root.
@@ -63,6 +65,7 @@ class Spread(Generic[_Page]):
         roots: Sequence[Root],
         pages: Iterable[tuple[_Page, int]],
         loose: Iterable[tuple[_Page, int]] = (),
+        placed: Mapping[_Page, int] | None = None,
     ) -> None:
         self._roots = tuple(roots)
         self._weight = sum(root.weight for root in roots)
@@ -73,6 +76,8 @@ class Spread(Generic[_Page]):
         firm = list(pages)
         for page, nbytes in firm:
             having_room = self._having_room(nbytes)
+            if placed and page in placed:
+                having_room = [placed[page]]
             if not having_room:
                 raise self._no_room(sum(size for _, size in firm))
             self._place(page, nbytes, having_room)

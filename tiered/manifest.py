@@ -65,7 +65,7 @@ def encode(manifest: Manifest) -> bytes:
         "planes": planes,
         "state": manifest.state,
     }
-    return json.dumps({"crc32c": _checksum(body), "manifest": body}, indent=1).encode()
+    return json.dumps({"crc32c": json_checksum(body), "manifest": body}, indent=1).encode()
 
 
 def decode(data: bytes, path: str) -> Manifest:
@@ -79,7 +79,7 @@ def decode(data: bytes, path: str) -> Manifest:
         body, stated = outer["manifest"], outer["crc32c"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path, f"not a manifest: {error}") from error
-    if stated != (actual := _checksum(body)):
+    if stated != (actual := json_checksum(body)):
         raise _damaged(path, f"its CRC-32C is {actual}, it should be {stated}")
     if body["format"] != _FORMAT or body["version"] != _VERSION:
         raise CheckpointError(
@@ -115,7 +115,8 @@ def _tensor_json(tensor: TensorSpec) -> dict[str, Any]:
     return asdict(tensor) | {"shape": list(tensor.shape)}
 
 
-def _checksum(body: Mapping[str, Any]) -> int:
+def json_checksum(body: Mapping[str, Any]) -> int:
+    """CRC-32C of a JSON value, however it is written down."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     return crc32c(text)
 

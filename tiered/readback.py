@@ -8,7 +8,7 @@ page is trained on at once, and wrong bytes in it would be in every later checkp
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Literal, TypeAlias
 
@@ -83,6 +83,11 @@ class ReadBack:
         checksums = block_checksums(frame)
         with self._lock:
             self._known[page] = checksums
+
+    def recall(self, checksums: Mapping[Page, Checksums | None]) -> None:
+        """What was known of these pages when they were written by an earlier process."""
+        if self._mode != "off":
+            self._known.update({page: sums for page, sums in checksums.items() if sums is not None})
 
     def known(self, page: Page) -> Checksums | None:
         """Checksums of the page's last write, if it was checked."""

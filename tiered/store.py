@@ -42,6 +42,7 @@ class Store:
         dram_bytes: the DRAM budget; whole frames of `layout.page_bytes` are made of it.
         directory: chunk files behind the DRAM; the store closes it. None: the DRAM is home to every page, and
             small planes take no more than their size.
+        stored: pages that have content in the directory from the start.
         policy: "lookahead" or "lru".
         prefetch_bytes: how far prefetch looks ahead on the schedule, in bytes of page uses; 0 turns it off.
         writeback_bytes: write-backs in flight at most.
@@ -68,6 +69,7 @@ class Store:
         *,
         dram_bytes: int,
         directory: Directory | None,
+        stored: Iterable[Page] = (),
         policy: str = "lookahead",
         prefetch_bytes: int,
         writeback_bytes: int,
@@ -94,8 +96,7 @@ class Store:
         self._transfers: SimpleQueue[Transfer | None] = SimpleQueue()
         self._in_flight = 0
         self._lock = threading.Lock()
-        # For flush and close; requests sleep on their own events.
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)  # for flush and close; requests have events
         self._watchers = 0
         self._error: BaseException | None = None
         self._closed = False
@@ -109,6 +110,8 @@ class Store:
             stats=self.stats,
             issue=self._issue,
         )
+        for page in stored:
+            self._cache.entry(page).stored = True
         self._thread: threading.Thread | None = None
         if directory is not None:
             self._thread = threading.Thread(
@@ -226,9 +229,6 @@ class Store:
         """Set elements `[start_element, start_element + len(values))` of a plane, page by page.
 
         Args:
-            unit: name of the unit.
-            plane: name of the plane.
-            start_element: first element.
             values: flat array of the plane's dtype; bfloat16 also as uint16 bit patterns.
 
         Raises:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -23,17 +25,11 @@ from numpy.typing import NDArray
 from tierstream.io import seam
 from tierstream.io.backend import File
 from tierstream.io.drives import DirectoryLock, Drive, check_directories
-from tierstream.io.durable import make_directories, remove_tree
-from tierstream.io.errors import ConfigError, StorageError, storage_errors
+from tierstream.io.durable import make_directories, remove_tree, write_file
+from tierstream.io.errors import ConfigError, CorruptionError, StorageError, storage_errors
 from tierstream.io.spread import Root, Spread
-from tierstream.tiered.hierarchy import (
-    chunk_path,
-    create_arrays,
-    group_json,
-    make_directory,
-    read_small,
-    write_small,
-)
+from tierstream.tiered.filled import Filled, Identity, identity_of
+from tierstream.tiered.hierarchy import chunk_path, create_arrays, group_json, make_directory, read_small
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.readback import Checksums, ReadBack, ReadBackMode, compare, followed_by
 from tierstream.tiered.stats import DriveTraffic
@@ -52,16 +48,26 @@ class ZarrDirectory:
     Attributes:
         roots: absolute paths, one per drive. The first holds the hierarchy that a zarr reader opens; chunk
             files on other drives are symbolic links there.
+        filled: units that have their first values for good, those of an earlier process among them.
+        doubt: why units that an earlier process recorded were not kept; empty if none were.
     """
 
     def __init__(
-        self, drives: Sequence[Drive], layout: Layout, spread: Spread[Page], readback: ReadBack
+        self,
+        drives: Sequence[Drive],
+        layout: Layout,
+        spread: Spread[Page],
+        readback: ReadBack,
+        filled: Filled,
+        doubt: str,
     ) -> None:
         self.roots = [drive.directory for drive in drives]
         self.layout = layout
         self._drives = drives
         self._spread = spread
         self._readback = readback
+        self._readback.recall(filled.pages)
+        self.filled, self.doubt = filled, doubt
         self._files: dict[Page, File] = {}
         self._traffic = [[0, 0, 0] for _ in drives]
         self._lock = threading.Lock()
@@ -76,10 +82,12 @@ class ZarrDirectory:
         attributes: Mapping[str, Any],
         *,
         readback: ReadBackMode = "sampled",
+        values: Identity | None = None,
     ) -> Self:
         """Make the hierarchy anew and reserve the space of all durable planes.
 
-        What an earlier store left in the directories is removed first; other files in them are let alone.
+        What an earlier store left in the directories is removed first, but for units that it has recorded as
+        filled with the same values (`Filled`); other files in them are let alone.
         Pages are spread over the drives by their weights and their free space (`Spread`); pages of step-local
         planes take no space until they are spilled.
 
@@ -90,6 +98,8 @@ class ZarrDirectory:
             attributes: JSON values for the root group (model, run).
             readback: which pages are compared, when they are read, with checksums of what was written; see
                 `ReadBack`.
+            values: what the first values of all units follow from; None: units of an earlier store are of no
+                use.
 
         Raises:
             ConfigError: no directory, or one named twice.
@@ -106,13 +116,23 @@ class ZarrDirectory:
             for path in paths:
                 make_directories(path)
                 locks.enter_context(DirectoryLock(path))
-            for path in paths:
-                for unit in _units_of_old(f"{path}/zarr.json"):
-                    remove_tree(f"{path}/{unit}")
+            filled = Filled(paths, identity_of(values or {}, layout, paths), secrets.token_hex(8))
+            old = {path: _read_marker(f"{path}/zarr.json") for path in paths}
+            doubt = "" if values is None else filled.read(mark for _, mark in old.values())
             durable, step_local = (_pages(layout, durable=durable) for durable in (True, False))
-            spread = _spread(real, layout, durable, step_local)
-            directory = cls(real, layout, spread, ReadBack(readback, durable + step_local))
-            directory._create(attributes, durable)
+            kept = [page for page in durable if page.unit in filled.units]
+            found = _find(paths, layout, kept)
+            if len(found) < len(kept):
+                doubt, found = f"{len(kept) - len(found)} files of units that were filled are not there", {}
+            if not found:
+                filled.forget()
+            for path, (units, _) in old.items():
+                for unit in units:
+                    if unit not in filled.units:
+                        remove_tree(f"{path}/{unit}")
+            spread = _spread(real, layout, durable, step_local, found)
+            directory = cls(real, layout, spread, ReadBack(readback, durable + step_local), filled, doubt)
+            directory._create(attributes, [page for page in durable if page not in found])
             directory._locks = locks.pop_all()
         return directory
 
@@ -131,11 +151,22 @@ class ZarrDirectory:
         bytes, or a StorageError.
         """
         spec = self.layout.spec(page.unit, page.plane)
+        if self.filled.pages and (page.unit in self.filled.units or not spec.durable):
+            self.filled.forget()  # a step has begun
         if not spec.durable and page not in self._created:
             self._create_chunk(page)
         checked = self._readback.choose(page)
         future = self._file(page, _WRITTEN).write_from(frame, 0)
         return followed_by(future, partial(self._readback.remember, page, frame)) if checked else future
+
+    def record(self, pages: Iterable[Page]) -> None:
+        """These pages, which are written, are all that have content of their units: a later process that
+        fills a store with the same values goes on after them, until one of them is written again.
+
+        Raises:
+            StorageError: they cannot be made durable.
+        """
+        self.filled.add({page: self._readback.known(page) for page in pages})
 
     def path(self, page: Page) -> str:
         """The chunk file itself, not a link to it."""
@@ -170,21 +201,27 @@ class ZarrDirectory:
             return file
 
     def _check(self, page: Page, frame: NDArray[np.uint8], written: Checksums) -> None:
-        compare(page, frame, written, path=self.path(page), directory=self._drive_of(page).directory)
+        try:
+            compare(page, frame, written, path=self.path(page), directory=self._drive_of(page).directory)
+        except CorruptionError:
+            self.filled.forget()
+            raise
         with self._lock:
             self._traffic[self._spread.index_of(page)][_CHECKED] += len(frame)
 
     def _create(self, attributes: Mapping[str, Any], durable: Sequence[Page]) -> None:
-        layout = self.layout
+        layout, kept = self.layout, self.filled.units
         units = sorted({spec.unit for spec in layout.planes.values()})
+        marker = {"units": units, "mark": self.filled.mark}
         for root in self.roots:
             # Before anything else, so that what is left of a start that fails is known too.
-            write_small(f"{root}/zarr.json", group_json({**attributes, _MARKER: {"units": units}}))
-        create_arrays(self.roots[0], layout, layout.planes.values())
+            write_file(f"{root}/zarr.json", group_json({**attributes, _MARKER: marker}))
+        new = [spec for spec in layout.planes.values() if spec.unit not in kept]
+        create_arrays(self.roots[0], layout, new)
         for root in self.roots[1:]:
-            for unit in units:
+            for unit in sorted({spec.unit for spec in new}):
                 make_directory(f"{root}/{unit}")
-            for spec in layout.planes.values():
+            for spec in new:
                 make_directory(f"{root}/{spec.unit}/{spec.plane}")
                 make_directory(f"{root}/{spec.unit}/{spec.plane}/c")
         for page in durable:
@@ -205,18 +242,42 @@ def _pages(layout: Layout, *, durable: bool) -> list[Page]:
     return [page for spec in specs for page in layout.pages(spec.unit, spec.plane)]
 
 
+def _find(roots: Sequence[str], layout: Layout, pages: Iterable[Page]) -> dict[Page, int]:
+    """Of pages whose chunk file is there with its size: the root that it is in."""
+    found = {}
+    for page in pages:
+        # The first root may have a link to the file of another.
+        for index in reversed(range(len(roots))):
+            path = chunk_path(roots[index], *page)
+            with storage_errors("looking at", path), suppress(FileNotFoundError):
+                if seam.current().stat(path).st_size == layout.page_nbytes(page):
+                    found[page] = index
+                break
+    return found
+
+
 def _spread(
-    drives: Sequence[Drive], layout: Layout, durable: Iterable[Page], step_local: Iterable[Page]
+    drives: Sequence[Drive],
+    layout: Layout,
+    durable: Iterable[Page],
+    step_local: Iterable[Page],
+    found: Mapping[Page, int],
 ) -> Spread[Page]:
-    """Pages on drives, with space for all durable ones."""
+    """Pages on drives, with space for all durable ones; those that are found on one stay there."""
+    held = [0] * len(drives)
+    for page, index in found.items():
+        held[index] += layout.page_nbytes(page)
     # What must be on a certain drive is known only where there is one.
-    need_bytes = layout.nbytes(durable=True) if len(drives) == 1 else 0
+    need_bytes = layout.nbytes(durable=True) - held[0] if len(drives) == 1 else 0
     infos = check_directories((drive.directory, need_bytes) for drive in drives)
+    held_of_volume: Counter[int] = Counter()
+    for info, nbytes in zip(infos, held, strict=True):
+        held_of_volume[info.device] += nbytes
     roots = [
         Root(
             directory=drive.directory,
             weight=drive.weight,
-            capacity_bytes=info.free_bytes,
+            capacity_bytes=info.free_bytes + held_of_volume[info.device],
             volume=info.device,
         )
         for drive, info in zip(drives, infos, strict=True)
@@ -225,20 +286,22 @@ def _spread(
         roots,
         [(page, layout.page_nbytes(page)) for page in durable],
         [(page, layout.page_nbytes(page)) for page in step_local],
+        placed=found,
     )
 
 
-def _units_of_old(group: str) -> list[str]:
-    """Units of the store whose root group is the file `group`; none if there is no such file."""
+def _read_marker(group: str) -> tuple[list[str], str | None]:
+    """Units and mark of the store whose root group is the file `group`; none if there is no such file."""
     text = read_small(group)
     if text is None:
-        return []
+        return [], None
     try:
-        units = json.loads(text)["attributes"][_MARKER]["units"]
+        marker = json.loads(text)["attributes"][_MARKER]
+        units = marker["units"]
     except (ValueError, KeyError, TypeError):
         raise StorageError(
             "using", group, detail="it belongs to something else: name an empty directory for the store"
         ) from None
     if not all(isinstance(unit, str) and unit not in ("", ".", "..") and "/" not in unit for unit in units):
         raise StorageError("using", group, detail="its list of units is damaged: remove the directory")
-    return list(units)
+    return list(units), marker.get("mark")

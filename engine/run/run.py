@@ -104,7 +104,7 @@ class Run:
         plan, layout = assemble.plan_run(config, units, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
         weights = assemble.plan_weights(config, model)
-        first_values = FirstValues(config, model, units, snapshot, weights)
+        start = FirstValues(config, model, units, snapshot, weights)
         profile = load_profile(config.tiers)
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
@@ -114,7 +114,7 @@ class Run:
         for line in explain_profile(config.tiers, profile):
             callbacks.on_event(line)
         known = known_drives(config.tiers, profile)
-        tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]}, known, paths)
+        tier = assemble.open_drives(config, layout, {"run_id": state["run_id"]}, known, paths, start.identity)
         if tier is not None:
             parts.callback(tier.close)
         trace = Trace()
@@ -123,7 +123,7 @@ class Run:
         compared = comparison_warning(hf_config.model_type)
         for reason in filter(None, (compared, page_warning(config.tiers, plan), store.pageable_reason)):
             callbacks.on_event(f"warning: {reason}")
-        origin = first_values.fill(layout, store, device, callbacks.on_progress)
+        origin = start.fill(layout, store, device, tier.directory if tier else None, callbacks)
         runtime = assemble.build_runtime(
             config, model, units, layout, plan, store, device, total_updates=_total_steps(config, rows),
             applied_updates=state["applied_updates"], trace=trace,

@@ -135,7 +135,8 @@ def load_weights(
 ) -> None:
     """Stream every parameter of `units` through `write(unit name, first element, fp32 values)`.
 
-    Of a stack of experts, each expert's values go to its own unit.
+    Of a stack of experts, each expert's values go to its own unit. `units` may be some of the model's, with
+    all experts of a stack or none.
 
     Args:
         buffer_bytes: bound of the memory that one slice takes. A parameter that is computed from several
@@ -150,13 +151,13 @@ def load_weights(
     destinations = _Destinations(units, write, progress)
     planned = {name: tensors[key].numel for name, key in plan.parameters.items()} | dict(plan.resized)
     planned |= {name: prod(shape) for c in plan.conversions for name, shape in c.targets.items()}
-    if odd := dict(destinations.numel().items() ^ planned.items()):
+    wanted = destinations.numel()
+    if odd := dict(wanted.items() - planned.items()):
         raise InvariantError(f"units and load plan differ in {some(sorted(odd))}")
-    for name, key in sorted(
-        plan.parameters.items(), key=lambda item: (tensors[item[1]].file, tensors[item[1]].offset)
-    ):
+    parameters = [(name, key) for name, key in plan.parameters.items() if name in wanted]
+    for name, key in sorted(parameters, key=lambda item: (tensors[item[1]].file, tensors[item[1]].offset)):
         _load_tensor(plan.checkpoint, key, name, planned[name], destinations, buffer_bytes)
-    for conversion in plan.conversions:
+    for conversion in (c for c in plan.conversions if c.targets.keys() & wanted.keys()):
         for name, start, values in conversion.stream(plan.read_tensor):
             if nonfinite := _count_nonfinite(values):
                 _refuse_nonfinite(
@@ -186,7 +187,9 @@ class _Destinations:
 
     def write(self, name: str, start: int, values: NDArray[np.float32]) -> None:
         """Elements `[start, start + len(values))` of a parameter."""
-        places, done = self._places[name], 0
+        places, done = self._places.get(name, ()), 0
+        if not places:  # made along with a parameter of these units
+            return
         while done < values.size:
             part, inside = divmod(start + done, places[0][1].numel)  # parts are all of one size
             unit, spec = places[part]

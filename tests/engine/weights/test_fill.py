@@ -1,27 +1,26 @@
-"""First values of the whole state, wherever they come from."""
+"""First values of the whole state, wherever they come from, and filling that was cut off."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from support.models import save_model
-from support.runs import make_run
+from support.children import in_a_child
+from support.families import save_family
+from support.filling import Filling, Heard, Planes, fill_and_be_killed, interrupt
+from support.models import rewrite, save_model
+from support.runs import dump, make_run
 
-from tierstream.engine import assemble
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.progress import Progress
-from tierstream.engine.device.device import Device
 from tierstream.engine.model.config import ModelConfig
-from tierstream.engine.model.meta_model import build_meta_model
-from tierstream.engine.model.units import ModelUnits, build_layout, find_units
-from tierstream.engine.weights.fill import FirstValues
-from tierstream.tiered.layout import Layout
+from tierstream.engine.weights import fill
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.snapshot_writer import write_snapshot
-from tierstream.tiered.store import Store
 
 
 @pytest.fixture
@@ -33,50 +32,144 @@ def config(tmp_path: Path) -> RunConfig:
     return config
 
 
-class Parts:
-    """What a run has before its state is filled."""
+@pytest.fixture
+def on_drives(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """The same on two drives; every layer is recorded."""
+    monkeypatch.setattr(fill, "PORTION_BYTES", 1)
+    config.tiers.nvme_dirs = [str(tmp_path / "one"), str(tmp_path / "other")]
+    return config
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.model, _ = build_meta_model(config.model)
-        self.units: ModelUnits = find_units(self.model)
-        self.layout: Layout = build_layout(
-            self.units, page_bytes=8192, master="split", grad_dtype="float32", boundary_nbytes=None
-        )
 
-    def values(self, snapshot: Snapshot | None = None) -> FirstValues:
-        weights = assemble.plan_weights(self.config, self.model)
-        return FirstValues(self.config, self.model, self.units, snapshot, weights)
+def filled(config: RunConfig) -> tuple[Planes, Heard]:
+    heard = Heard()
+    return Filling(config).fill(heard), heard
 
-    def store(self, **keys: Any) -> Store:
-        keys = {"dram_bytes": 8 << 20, "directory": None} | keys
-        return Store(self.layout, prefetch_bytes=0, writeback_bytes=1 << 20, **keys)
 
-    def planes(self, store: Store) -> dict[tuple[str, str], bytes]:
-        found = {}
-        for (unit, plane), spec in self.layout.planes.items():
-            if spec.durable:
-                out = np.empty(spec.numel, {2: np.uint16, 4: np.float32}[spec.item_bytes])
-                store.read_range(unit, plane, 0, out)
-                found[unit, plane] = out.tobytes()
-        return found
+def in_dram(config: RunConfig) -> Planes:
+    """What is right: nothing is taken over there."""
+    drives, config.tiers.nvme_dirs = config.tiers.nvme_dirs, None
+    planes, _ = filled(config)
+    config.tiers.nvme_dirs = drives
+    return planes
 
 
 @pytest.mark.parametrize("origin", ["weights", "random", "snapshot"])
 def test_it_is_told_to_its_end(config: RunConfig, tmp_path: Path, origin: str) -> None:
+    heard, snapshot, what = Heard(), None, f"loading {config.model.path}"
     if origin == "random":
         config.model = ModelConfig(config=str(tmp_path / "source"))
-    parts, told, snapshot = Parts(config), list[Progress](), None
-    nbytes, what = 4 * parts.units.numel, f"loading {config.model.path}"
-    with parts.store() as store:
-        if origin == "random":
-            what = "drawing random weights"
-        if origin == "snapshot":
-            parts.values().fill(parts.layout, store, Device("cpu"))
-            write_snapshot(store, tmp_path / "snapshot", {"step": 3, "router_biases": {}})
-            snapshot = Snapshot.open(tmp_path / "snapshot")
-            what, nbytes = f"loading {tmp_path / 'snapshot'}", sum(s.nbytes for s in snapshot.planes.values())
-        parts.values(snapshot).fill(parts.layout, store, Device("cpu"), told.append)
-    assert [progress.done for progress in told] == sorted({progress.done for progress in told})
-    assert {(progress.what, progress.total) for progress in told} == {(what, nbytes)}
-    assert told[-1] == Progress(what, nbytes, nbytes)
+        what = "drawing random weights"
+    nbytes = 4 * Filling(config).units.numel
+    if origin == "snapshot":
+        what = f"loading {tmp_path / 'snapshot'}"
+
+        def save(progress: Progress) -> None:
+            if progress.done == progress.total:
+                write_snapshot(first.store, tmp_path / "snapshot", {"step": 3, "router_biases": {}})
+
+        first = Filling(config)
+        first.fill(Heard(save))
+        snapshot = Snapshot.open(tmp_path / "snapshot")
+        nbytes = sum(spec.nbytes for spec in snapshot.planes.values())
+    Filling(config, snapshot).fill(heard)
+    assert [progress.done for progress in heard.told] == sorted({progress.done for progress in heard.told})
+    assert {(progress.what, progress.total) for progress in heard.told} == {(what, nbytes)}
+    assert heard.told[-1] == Progress(what, nbytes, nbytes)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_killed_it_goes_on_to_the_same_bits(on_drives: RunConfig, tmp_path: Path, share: float) -> None:
+    run_file = dump(on_drives, tmp_path / "run.yaml")
+    with pytest.raises(BrokenProcessPool):
+        in_a_child(fill_and_be_killed, str(run_file), share)
+    planes, heard = filled(on_drives)
+    units = Filling(on_drives).units
+    total, first = 4 * units.numel, 4 * units.embed.parameters
+    assert heard.told[0].done > first
+    assert heard.told[-1] == Progress(f"loading {on_drives.model.path}", total, total)
+    assert "are on the drives from a start that was cut off" in heard.events[0]
+    assert planes == in_dram(on_drives)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "random"])
+def test_experts_and_random_weights_go_on_too(on_drives: RunConfig, tmp_path: Path, family: str) -> None:
+    if family == "random":
+        on_drives.model = ModelConfig(config=str(tmp_path / "source"))
+    else:
+        shutil.rmtree(tmp_path / "source")
+        save_family(tmp_path / "source", family)
+    interrupt(on_drives, 0.8)
+    planes, heard = filled(on_drives)
+    assert len(heard.events) == 1
+    assert planes == in_dram(on_drives)
+
+
+def change_source(config: RunConfig) -> None:
+    rewrite(
+        Path(str(config.model.path)) / "model.safetensors",
+        lambda tensors: tensors.update({name: value + 1 for name, value in tensors.items()}),
+    )
+
+
+def change_epsilon(config: RunConfig) -> None:
+    file = Path(str(config.model.path)) / "config.json"
+    file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+
+
+def record_of(config: RunConfig) -> Path:
+    return Path((config.tiers.nvme_dirs or [])[0]) / "filled.json"
+
+
+def damage_record(config: RunConfig) -> None:
+    data = bytearray(record_of(config).read_bytes())
+    data[len(data) // 2] ^= 1
+    record_of(config).write_bytes(data)
+
+
+def lose_a_page(config: RunConfig) -> None:
+    file = next(Path((config.tiers.nvme_dirs or [])[1]).glob("embed/weight/c/*"))
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def use_a_drive_elsewhere(config: RunConfig) -> None:
+    """A store that was made on one of them alone, and ended; the record on the other stands."""
+    drives, config.tiers.nvme_dirs = config.tiers.nvme_dirs, [(config.tiers.nvme_dirs or [])[1]]
+    filled(config)
+    config.tiers.nvme_dirs = drives
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change_source, "is of other weights"),
+        (change_epsilon, "is of other configuration of the model"),
+        (damage_record, "filled.json is damaged"),
+        (lose_a_page, "1 files of units that were filled are not there"),
+        (use_a_drive_elsewhere, "is older than what is in the directories"),
+    ],
+)
+def test_what_is_in_doubt_is_loaded_again(
+    on_drives: RunConfig, change: Callable[[RunConfig], None], said: str
+) -> None:
+    interrupt(on_drives, 0.9)
+    change(on_drives)
+    planes, heard = filled(on_drives)
+    assert [said in text for text in heard.events] == [True]
+    assert heard.events[0].startswith("warning: the state is filled from the beginning: ")
+    assert heard.told[0].done < 0.2 * (heard.told[0].total or 0)
+    assert planes == in_dram(on_drives)
+
+
+def test_other_software_begins_anew(on_drives: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(on_drives, 0.9)
+    monkeypatch.setattr(fill, "version", lambda name: "another")
+    planes, heard = filled(on_drives)
+    assert ["is of other software" in text for text in heard.events] == [True]
+    assert planes == in_dram(on_drives)
+
+
+def test_a_small_state_is_not_recorded(config: RunConfig, tmp_path: Path) -> None:
+    config.tiers.nvme_dirs = [str(tmp_path / "drive")]
+    planes, _ = filled(config)
+    assert not record_of(config).exists()
+    assert planes == in_dram(config)
