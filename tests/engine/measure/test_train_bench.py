@@ -285,7 +285,7 @@ def test_what_was_made_is_closed_when_the_rest_fails(
     """The drive can be used again, by this very process."""
     config, known = benches.on_a_drive()
     with monkeypatch.context() as patch:
-        patch.setattr("tierstream.engine.assemble.fill_state", _interrupted)
+        patch.setattr("tierstream.engine.weights.fill.FirstValues.fill", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             TieredBench(config, [FREE], known, benches.batch)
     with TieredBench(config, [FREE], known, benches.batch) as bench:

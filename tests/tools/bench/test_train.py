@@ -167,7 +167,7 @@ def test_state_on_drives_goes_when_it_ends(bench: StorageBench, drive: Path) -> 
     assert row["nvme_read_bytes"] > 0
     assert row["nvme_written_bytes"] > 0
     assert plain["details"]["memory"][0]["dram_bytes"] <= 1 << 20
-    assert "--dram holds 1.00 MiB" in plain["notes"][0]  # and so pages are small
+    assert "--dram holds 1008.00 KiB" in plain["notes"][0]  # and so pages are small
     assert everything_under(drive) == before
     assert len(os.listdir(drive)) == 2
 
