@@ -100,8 +100,29 @@ def plan_run(config: RunConfig, units: ModelUnits, device: Device) -> tuple[Plan
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
-        ConfigError: the rows of a step are to run through layers in chunks, and experts would be streamed
-            several times, or no dimension of what layers exchange is known to hold the rows.
+        ConfigError: see `check_rows`.
+    """
+    check_rows(config, units)
+    return make_plan(
+        config.tiers,
+        config.optimizer,
+        units,
+        rows=config.train.rows_per_step,
+        seq_len=config.data.seq_len,
+        device_in_host=not device.is_cuda,
+        update_threads=update_threads(config),
+        available_bytes=memory.memory_budget().available_bytes,
+        expert_nbytes=config.moe.gpu_cache,
+        copy_memory=config.checkpoint.copy_memory if config.checkpoint.on_the_way else 0,
+    )
+
+
+def check_rows(config: RunConfig, units: ModelUnits) -> None:
+    """Refuse a run whose rows are to run through layers in chunks and cannot.
+
+    Raises:
+        ConfigError: experts would be streamed several times, or no dimension of what layers exchange is known
+            to hold the rows.
     """
     train = config.train
     if train.chunks_rows and units.anatomy.rows_dim is None:
@@ -116,18 +137,6 @@ def plan_run(config: RunConfig, units: ModelUnits, device: Device) -> tuple[Plan
             f"{train.rows_per_step} rows of a step: leave it out, use moe.stream: layers, or lower "
             f"train.rows_per_step to {train.rows_per_chunk}"
         )
-    return make_plan(
-        config.tiers,
-        config.optimizer,
-        units,
-        rows=config.train.rows_per_step,
-        seq_len=config.data.seq_len,
-        device_in_host=not device.is_cuda,
-        update_threads=update_threads(config),
-        available_bytes=memory.memory_budget().available_bytes,
-        expert_nbytes=config.moe.gpu_cache,
-        copy_memory=config.checkpoint.copy_memory if config.checkpoint.on_the_way else 0,
-    )
 
 
 def check_paths(config: RunConfig) -> dict[str, TransferPath]:

@@ -8,6 +8,7 @@ own schedule against an optimal cache of as many frames as the run has (Belady, 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,11 +19,24 @@ from tierstream.tiered.store import Intent
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the machine gives. Bytes per second unless the name says otherwise; None: not part of this run."""
+    """What the machine gives. Bytes per second unless the name says otherwise; None: not part of this run.
+
+    Attributes:
+        upload, download: between host memory and a GPU.
+        device_memory: read and written, of the device that computes.
+        launch_s: of one operation of torch, on the host.
+        host_copy: of a copy within host memory, by one thread.
+        page_s: what Python takes for the use of a page, all threads together.
+    """
 
     flop_per_s: float
     upload: float | None
     update_parameters_per_s: float
+    download: float | None = None
+    device_memory: float = math.inf
+    launch_s: float = 0.0
+    host_copy: float = math.inf
+    page_s: float = 0.0
     nvme_read: float | None = None
     nvme_write: float | None = None
     nvme_read_mixed: float | None = None

@@ -21,7 +21,7 @@ from tierstream.io.errors import ConfigError, storage_errors
 from tierstream.io.measure import measure
 from tierstream.io.scratch import ScratchFolder
 
-FORMAT = 1
+FORMAT = 2
 THREADS_MAX = 1024
 _QUICK_FILE_BYTES = 64 << 20
 #: Requests under way in a quick measurement: enough for any drive, and 32 MiB of memory.
@@ -67,6 +67,10 @@ class MachineProfile:
             once ("both").
         update: AdamW with the split master, parameters per second, by number of threads.
         compute: FLOP per second of a large matrix product, by dtype.
+        host: "bytes" of memory, "cores", bytes per second of a "copy" by one thread, and the seconds of
+            Python that the use of a page takes ("page_s").
+        device: of the GPU, or of the CPU where there is none: "bytes" of its memory, bytes per second of
+            "memory", and the seconds of one operation of torch ("launch_s").
     """
 
     cpu: str = ""
@@ -76,6 +80,8 @@ class MachineProfile:
     copy: Mapping[str, float] = field(default_factory=dict)
     update: Mapping[str, float] = field(default_factory=dict)
     compute: Mapping[str, float] = field(default_factory=dict)
+    host: Mapping[str, float] = field(default_factory=dict)
+    device: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: PathLike) -> Self:

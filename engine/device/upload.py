@@ -85,11 +85,8 @@ def assign_slots(
     return assignments, held
 
 
-@dataclass
-class _Slot:
-    buffer: torch.Tensor
-    ready: Event | None = None
-    idle: Event | None = None
+#: Of each slot of each group what it holds: (unit, plane).
+Held = Mapping[str, Sequence[tuple[str, str] | None]]
 
 
 @dataclass
@@ -100,11 +97,46 @@ class StepPlan:
 
     uploads: list[Upload]
     assignments: list[Assignment]
-    _held_after: dict[str, list[tuple[str, str] | None]] = field(repr=False)
+    held_after: Held = field(repr=False)
 
     def pages(self, layout: Layout, index: int) -> list[Page]:
         upload = self.uploads[index]
         return layout.pages(upload.unit, upload.plane) if self.assignments[index].fetch else []
+
+
+def nothing_held(groups: Mapping[str, tuple[int, int]], resident: Collection[str]) -> Held:
+    """Slots in which no byte is right but for the weights of units that stay.
+
+    Args:
+        groups: name -> (count, bytes of one slot). resident: units whose weights are in the one slot of their
+            group.
+    """
+    return {
+        name: [(name, "weight")] if name in resident else [None] * count
+        for name, (count, _) in groups.items()
+    }
+
+
+def plan_uploads(uploads: Sequence[Upload], held: Held) -> StepPlan:
+    """Slots for a step's uploads, each group by `assign_slots`."""
+    by_group: dict[str, list[int]] = {}
+    for index, upload in enumerate(uploads):
+        by_group.setdefault(upload.group, []).append(index)
+    assignments: dict[int, Assignment] = {}
+    held_after = dict(held)
+    for group, indices in by_group.items():
+        chosen, held_after[group] = assign_slots([uploads[i] for i in indices], held[group])
+        for index, assignment in zip(indices, chosen, strict=True):
+            after = indices[assignment.after] if assignment.after >= 0 else -1
+            assignments[index] = Assignment(assignment.slot, after, assignment.fetch)
+    return StepPlan(list(uploads), [assignments[index] for index in range(len(uploads))], held_after)
+
+
+@dataclass
+class _Slot:
+    buffer: torch.Tensor
+    ready: Event | None = None
+    idle: Event | None = None
 
 
 class Uploader:
@@ -124,7 +156,7 @@ class Uploader:
         trace: Trace,
         resident: Collection[str] = (),
     ) -> None:
-        self._device, self._trace, self._resident = device, trace, resident
+        self._device, self._trace = device, trace
         self._copies = PageCopies(
             device, device.upload, store, layout, trace, waits=Track.UPLOADER, copies=Track.UPLOAD
         )
@@ -132,10 +164,7 @@ class Uploader:
             name: [_Slot(device.buffer(nbytes)) for _ in range(count)]
             for name, (count, nbytes) in groups.items()
         }
-        self._held: dict[str, list[tuple[str, str] | None]] = {
-            name: [(name, "weight")] if name in resident else [None] * count
-            for name, (count, _) in groups.items()
-        }
+        self._nothing_held = self._held = nothing_held(groups, resident)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploader")
         self._state = threading.Condition()
         self._filled: list[bool] = []
@@ -158,22 +187,8 @@ class Uploader:
             stale: the weights in the slots were updated since, so none of them may be used. Activations never
                 outlive a step.
         """
-        by_group: dict[str, list[int]] = {}
-        for index, upload in enumerate(uploads):
-            by_group.setdefault(upload.group, []).append(index)
-        assignments: list[Assignment | None] = [None] * len(uploads)
-        held_after = {
-            name: [None if stale or (content and content[1] == "activation") else content for content in held]
-            if name not in self._resident
-            else held
-            for name, held in self._held.items()
-        }
-        for group, indices in by_group.items():
-            chosen, held_after[group] = assign_slots([uploads[i] for i in indices], held_after[group])
-            for index, assignment in zip(indices, chosen, strict=True):
-                after = indices[assignment.after] if assignment.after >= 0 else -1
-                assignments[index] = Assignment(assignment.slot, after, assignment.fetch)
-        return StepPlan(list(uploads), [a for a in assignments if a is not None], held_after)
+        held = self._nothing_held if stale else _without_activations(self._held)
+        return plan_uploads(uploads, held)
 
     def buffer(self, group: str) -> torch.Tensor:
         """The one slot of a group."""
@@ -217,7 +232,7 @@ class Uploader:
             return
         job, plan, self._job = self._job, self._plan, None
         job.result()
-        self._held = plan._held_after
+        self._held = plan.held_after
 
     def abort(self) -> None:
         """Stop the thread at its next upload after an error elsewhere, so that `close` cannot hang."""
@@ -261,3 +276,10 @@ class Uploader:
             if self._aborted:
                 raise InvariantError("uploads were aborted")
         slot.ready = self._copies.fill(slot.buffer, slot.idle, upload.unit, upload.plane, upload.gate)
+
+
+def _without_activations(held: Held) -> Held:
+    return {
+        name: [None if content and content[1] == "activation" else content for content in own]
+        for name, own in held.items()
+    }

@@ -14,7 +14,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,7 +26,7 @@ from tierstream.engine.device.device import Device
 from tierstream.engine.device.download import Downloader
 from tierstream.engine.device.memory import DeviceMemory
 from tierstream.engine.device.state import DeviceState
-from tierstream.engine.device.upload import StepPlan, Uploader
+from tierstream.engine.device.upload import StepPlan, Upload, Uploader
 from tierstream.engine.interpreter import collect_now_and_then
 from tierstream.engine.model.sink_attention import without_sinks_kernel
 from tierstream.engine.model.units import ModelUnits
@@ -38,14 +39,15 @@ from tierstream.engine.plan import Plan
 from tierstream.engine.step.activations import ActivationStash
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.gradients import GradientBuffers
-from tierstream.engine.step.schedule import Schedules
+from tierstream.engine.step.script import StepScript
+from tierstream.engine.step.streams import Use
 from tierstream.engine.step.sweep import Sweep
 from tierstream.engine.trace.trace import Trace
 from tierstream.engine.update.idle import IdleExperts
 from tierstream.engine.update.optimizer import OptimizerConfig, Verdict, judge, unconditional
 from tierstream.engine.update.update import UpdateDriver
 from tierstream.io.errors import TrainingStopped
-from tierstream.tiered.layout import Layout, Page, Unit
+from tierstream.tiered.layout import Layout, Unit
 from tierstream.tiered.store import Intent, Store
 
 
@@ -120,11 +122,10 @@ class Runtime:
         self.applied_updates, self._total_updates, self._config = applied_updates, total_updates, config
         self._order: Sequence[Unit] = units.in_forward_order
         memory = plan.device
-        staying = [unit for unit in self._order if unit.name in memory.resident]
-        self._resident = [unit for unit in staying if unit.trained]
-        streamed = [unit for unit in self._order if unit.name not in memory.resident]
-        groups = units.groups.table
-        self.updates = UpdateDriver(store, layout, streamed, device, config, groups, threads, trace)
+        self.script = script = StepScript(units, layout, plan, config, moe)
+        self._resident = [unit for unit in script.staying if unit.trained]
+        streamed, granules, groups = script.streamed, script.granules, units.groups.table
+        self.updates = UpdateDriver(store, layout, streamed, granules, device, config, groups, threads, trace)
         self._idle = IdleExperts(
             moe.idle, self.updates, streamed, chain(*units.experts),
             lambda applied: unconditional(config, applied, total_updates), applied_updates,
@@ -132,7 +133,7 @@ class Runtime:
         self.downloader = Downloader(device, store, layout, trace, self.updates.queue.failed)
         self.uploader = Uploader(device, store, layout, memory.slots, trace, memory.resident)
         self._gradients = self._gradient_buffers(memory)
-        self._state = DeviceState(device, store, layout, staying, self.uploader.buffer, config, groups, trace)
+        self._state = DeviceState(device, store, layout, script.staying, self.uploader.buffer, config, groups, trace)
         self._stash = ActivationStash(
             device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
         )
@@ -140,14 +141,13 @@ class Runtime:
         self._router_losses, self._z_loss_coef = router_losses(moe, model), z_loss_coef
         self._bias_update = BiasUpdate(model, moe.bias_update_rate)
         self._sweep = Sweep(
-            model, units, device, self.uploader, self._gradients, self._stash, self.experts, trace,
+            model, units, device, self.uploader, self._gradients, self._stash, self.experts, trace, script,
             rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens, z_loss_coef=z_loss_coef,
             router_losses=self._router_losses,
         )  # fmt: skip
-        self._uploads = self._sweep.uploads(self.updates.queue.wait, memory.group_of)
-        self._schedules = Schedules(layout, units, self._sweep.uses, self._idle, memory.resident, config)
+        self._uploads = [self._gated(use, own) for use, own in zip(script.uses, script.uploads, strict=True)]
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)
-        self.steady_schedule = self._steady_uses()
+        self.steady_schedule = script.steady_uses(self._idle.names)
         self.update_order = [page for page, intent in self.steady_schedule if intent is Intent.UPDATE]
         self._idle_in_following: set[str] | None = None
         self._idle.expect_all_idle()
@@ -260,8 +260,9 @@ class Runtime:
         to_device, from_device = to_device + up.bytes_up, from_device + down.bytes_down
         hits, misses = up.hits, up.misses
         if self.experts is not None:
-            to_device += self.experts.bytes_up
-            hits, misses = hits + self.experts.hits, misses + self.experts.misses
+            counts = self.experts.counts
+            to_device += counts.bytes_up
+            hits, misses = hits + counts.hits, misses + counts.misses
         return Traffic(
             bytes_read={"gpu": from_device, "dram": to_device, "nvme": store.nvme_bytes_read},
             bytes_written={"gpu": to_device, "dram": from_device, "nvme": store.nvme_bytes_written},
@@ -293,7 +294,8 @@ class Runtime:
             plan, pages = self._steady_plan, self._following
         else:
             plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
-            pages = [page for page, _ in self._schedules.step(plan, updating=pending is not None)]
+            uses = self.script.schedules.step(plan, updating=pending is not None, idle=self._idle.names)
+            pages = [page for page, _ in uses]
         if self.experts is not None and self._device_is_stale:
             self.experts.forget()
         self._state.load()
@@ -319,12 +321,12 @@ class Runtime:
         """A pass forward begins, over rows with this padding (None: there is none)."""
         if self.experts is not None and self._device_is_stale:
             self.experts.forget()
-        plan = self.uploader.plan(self._uploads[: self._sweep.forward_uses], stale=self._device_is_stale)
+        plan = self.uploader.plan(self._uploads[: self.script.forward_uses], stale=self._device_is_stale)
         self._device_is_stale = False
         self._bias_update.begin_step(padding)
         latest = zip(filter(None, self.units.experts), self._sweep.expert_tokens(), strict=True)
         wanted = {own[expert].name for own, tokens in latest for expert in tokens}
-        pages = self._schedules.forward(plan, wanted)
+        pages = self.script.schedules.forward(plan, wanted)
         self.store.begin_step(pages, pages)
         return plan
 
@@ -373,12 +375,16 @@ class Runtime:
     def _follow_idle(self) -> None:
         """Those who were idle in the latest step are expected to be so in the steps that come."""
         if self._idle.names != self._idle_in_following:
-            self._following = [page for page, _ in self._steady_uses()]
+            self._following = [page for page, _ in self.script.steady_uses(self._idle.names)]
             self._idle_in_following = set(self._idle.names)
 
-    def _steady_uses(self) -> list[tuple[Page, Intent]]:
-        updating = not self._config.updates_in_backward
-        return self._schedules.step(self._steady_plan, updating=updating)
+    def _gated(self, use: Use, upload: Upload) -> Upload:
+        """An upload that waits: a boundary until it is stored, a page of weights until it is updated."""
+        if use.kind != "activation":
+            return replace(upload, gate=partial(self.updates.queue.wait, use.unit))
+        assert use.layer is not None
+        wait_stored = partial(self._stash.wait_stored, use.layer)
+        return replace(upload, gate=lambda page: wait_stored())
 
     def _update_resident(self, verdict: Verdict) -> None:
         """Enqueued ahead of their forward; streamed units are updated meanwhile."""

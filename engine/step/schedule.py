@@ -9,8 +9,9 @@ from itertools import zip_longest
 
 from tierstream.engine.device.upload import StepPlan
 from tierstream.engine.model.units import ModelUnits, activation_unit
+from tierstream.engine.moe.config import IdleMode
 from tierstream.engine.step.streams import Use
-from tierstream.engine.update.idle import IdleExperts
+from tierstream.engine.update.granules import UnitGranules
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.tiered.layout import Layout, Page, Unit
 from tierstream.tiered.store import Intent
@@ -21,7 +22,8 @@ class Schedules:
 
     Args:
         uses: of device bytes, of a step.
-        idle: the experts that had no tokens in the latest step are expected to have none.
+        granules: of the units whose state is in the store.
+        mode: what an update does to experts without tokens.
         resident: units that stay on the device.
     """
 
@@ -30,27 +32,32 @@ class Schedules:
         layout: Layout,
         units: ModelUnits,
         uses: Sequence[Use],
-        idle: IdleExperts,
+        granules: UnitGranules,
+        mode: IdleMode,
         resident: Collection[str],
         config: OptimizerConfig,
     ) -> None:
-        self._layout, self._units, self._uses, self._idle = layout, units, uses, idle
+        self._layout, self._units, self._uses = layout, units, uses
+        self._granules, self._mode = granules, mode
         self._resident, self._updates_in_backward = resident, config.updates_in_backward
         self._stashed = {use.layer for use in uses if use.kind == "activation"}
         self._by_name = {unit.name: unit for unit in units.in_forward_order}
 
-    def step(self, plan: StepPlan, *, updating: bool) -> list[tuple[Page, Intent]]:
+    def step(
+        self, plan: StepPlan, *, updating: bool, idle: Collection[str]
+    ) -> list[tuple[Page, Intent]]:
         """A step.
 
         Args:
             updating: the update of the step before is carried out in forward.
+            idle: experts that had no tokens in the step before, and are expected to have none.
         """
         made: list[tuple[Page, Intent]] = []
         updated: set[str] = set()
 
         def add_update(unit: Unit) -> None:
             if updating and unit.name not in updated:
-                made.extend(self._idle.uses(unit))
+                made.extend(self._update(unit, idle))
                 updated.add(unit.name)
 
         for index, (use, next_use) in enumerate(zip_longest(self._uses, self._uses[1:])):
@@ -61,7 +68,7 @@ class Schedules:
             made += _all(plan.pages(self._layout, index), Intent.READ)
             if use.layer is None:
                 if use.kind == "head" and self._by_name[use.unit] in self._units.end:
-                    made += self._gradient(self._by_name[use.unit])
+                    made += self._gradient(self._by_name[use.unit], idle)
                 continue
             if _goes_on(use, next_use):
                 continue
@@ -69,15 +76,15 @@ class Schedules:
                 made += _all(self._layout.pages(activation_unit(use.layer), "activation"), Intent.OVERWRITE)
             for expert in self._units.experts[use.layer]:
                 add_update(expert)
-                made += self._expert(expert)
+                made += self._expert(expert, idle)
                 if use.kind == "backward":
-                    made += self._gradient(expert)
+                    made += self._gradient(expert, idle)
             if use.kind == "backward":
                 for unit in (self._units.layers[use.layer], *self._units.beside[use.layer]):
-                    made += self._gradient(unit)
+                    made += self._gradient(unit, idle)
         units = self._units
         ends = (*reversed(units.tables), units.embed, *units.around)
-        return made + [use for unit in ends for use in self._gradient(unit)]
+        return made + [use for unit in ends for use in self._gradient(unit, idle)]
 
     def forward(self, plan: StepPlan, wanted: Collection[str]) -> list[Page]:
         """A pass forward; all are read. `wanted`: experts that are expected to have tokens."""
@@ -90,17 +97,21 @@ class Schedules:
                 pages += [page for name in experts for page in self._layout.pages(name, "weight")]
         return pages
 
-    def _expert(self, expert: Unit) -> list[tuple[Page, Intent]]:
-        if expert.name in self._idle.names:
+    def _update(self, unit: Unit, idle: Collection[str]) -> list[tuple[Page, Intent]]:
+        if unit.name in idle and self._mode != "dense":
+            return []
+        return self._granules.uses(unit.name, idle=unit.name in idle)
+
+    def _expert(self, expert: Unit, idle: Collection[str]) -> list[tuple[Page, Intent]]:
+        if expert.name in idle:
             return []
         return _all(self._layout.pages(expert.name, "weight"), Intent.READ)
 
-    def _gradient(self, unit: Unit) -> list[tuple[Page, Intent]]:
+    def _gradient(self, unit: Unit, idle: Collection[str]) -> list[tuple[Page, Intent]]:
         if unit.name in self._resident or not unit.trained:
             return []
-        idle = unit.name in self._idle.names
-        made = [] if idle else _all(self._layout.pages(unit.name, "grad"), Intent.OVERWRITE)
-        return made + (self._idle.uses(unit) if self._updates_in_backward else [])
+        stored = [] if unit.name in idle else _all(self._layout.pages(unit.name, "grad"), Intent.OVERWRITE)
+        return stored + (self._update(unit, idle) if self._updates_in_backward else [])
 
 
 def _goes_on(use: Use, next_use: Use | None) -> bool:

@@ -9,16 +9,14 @@ over: layers (`streamed_layers`), modules that look rows up (`tables`), the fina
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
 from tierstream.engine.device.device import Device
-from tierstream.engine.device.memory import ACTIVATION_GROUP
-from tierstream.engine.device.upload import StepPlan, Upload, Uploader
+from tierstream.engine.device.upload import StepPlan, Uploader
 from tierstream.engine.model.anatomy import without_router_logits
 from tierstream.engine.model.binding import Binding
 from tierstream.engine.model.units import ModelUnits, experts_of
@@ -31,8 +29,9 @@ from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.gradients import GradientBuffers
 from tierstream.engine.step.head import Head, final_norm, model_logits
 from tierstream.engine.step.layer_parts import LayerParts
+from tierstream.engine.step.script import StepScript
 from tierstream.engine.step.streamed_layers import StreamedLayers
-from tierstream.engine.step.streams import Streams, Use, head_uses, list_uses
+from tierstream.engine.step.streams import Streams, head_uses
 from tierstream.engine.step.tables import StreamedTable
 from tierstream.engine.trace.trace import Trace
 
@@ -46,10 +45,6 @@ class Sweep:
         rows_per_chunk: rows that run through a layer at once.
         loss_chunk_tokens, z_loss_coef: see `Head`.
         router_losses: added to the cross-entropy.
-
-    Attributes:
-        uses: those of a step.
-        forward_uses: how many of them a pass forward makes; they are the first.
     """
 
     def __init__(
@@ -62,6 +57,7 @@ class Sweep:
         stash: ActivationStash,
         cache: ExpertCache | None,
         trace: Trace,
+        script: StepScript,
         *,
         rows_per_chunk: int,
         loss_chunk_tokens: int,
@@ -73,10 +69,8 @@ class Sweep:
         self._options = without_router_logits(model.config)
         names = inspect.signature(type(self._decoder).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5
-        self.uses = list_uses(units, stashes=not stash.on_device)
         self._head_uses = head_uses(units)
-        self.forward_uses = self.uses.index(self._head_uses[-1]) + 1
-        self._streams = Streams(device, uploader, gradients, trace, self.uses)
+        self._streams = Streams(device, uploader, gradients, trace, script.uses)
         anatomy = units.anatomy
         norm, output = final_norm(model, anatomy), model.get_output_embeddings()
         self._head_binding = Binding(model, [norm, output], units.head, *units.beside_head)
@@ -112,23 +106,6 @@ class Sweep:
             own = [units.layers[index], *units.beside[index]]
             parts.append(LayerParts(model, layer, own, experts, routers))
         return parts
-
-    def uploads(self, gate: Callable[[str, int], None], group_of: Mapping[str, str]) -> list[Upload]:
-        """What a step uploads, one entry for each of `uses`.
-
-        Args:
-            group_of: unit -> group of the slots that its weights go to.
-            gate: blocks until the pending update of a page of the unit's weights has been applied.
-        """
-
-        def upload(use: Use) -> Upload:
-            if use.kind == "activation":
-                assert use.layer is not None
-                wait = partial(self._stash.wait_stored, use.layer)
-                return Upload(use.unit, "activation", ACTIVATION_GROUP, lambda page: wait())
-            return Upload(use.unit, "weight", group_of[use.unit], partial(gate, use.unit))
-
-        return [upload(use) for use in self.uses]
 
     def run(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
         """Forward, loss and backward of one step, enqueued; the gradients are on their way to their planes.

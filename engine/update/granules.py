@@ -88,6 +88,27 @@ def granules(layout: Layout, unit: Unit) -> list[Granule]:
     return result
 
 
+class UnitGranules:
+    """Granules of units, in forward order; none of what is frozen.
+
+    Attributes:
+        own: unit -> its granules. idle: the same where the gradient is zero.
+    """
+
+    def __init__(self, layout: Layout, units: Iterable[Unit]) -> None:
+        self.own = {unit.name: granules(layout, unit) if unit.trained else [] for unit in units}
+        self.idle = {name: [each.without_gradient() for each in own] for name, own in self.own.items()}
+
+    def uses(self, unit: str, *, idle: bool) -> list[tuple[Page, Intent]]:
+        """Page uses of the unit's update, in order; none where its state is on the device.
+
+        Args:
+            idle: its gradient is zero.
+        """
+        own = (self.idle if idle else self.own).get(unit, ())
+        return [use for granule in own for use in granule.uses]
+
+
 def _call(
     layout: Layout,
     unit: Unit,

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tierstream.engine.moe.config import IdleMode
 from tierstream.engine.update.optimizer import Verdict
-from tierstream.engine.update.queue import Work
+from tierstream.engine.update.order import Work
 from tierstream.engine.update.update import UpdateDriver
-from tierstream.tiered.layout import Page, Unit
-from tierstream.tiered.store import Intent
+from tierstream.tiered.layout import Unit
 
 
 class IdleExperts:
@@ -84,11 +83,6 @@ class IdleExperts:
             for name in self._streamed
             if name not in self.names or self._mode == "dense"
         }
-
-    def uses(self, unit: Unit) -> list[tuple[Page, Intent]]:
-        """Page uses of a unit's update, if experts are idle as they were in the latest step."""
-        idle = unit.name in self.names
-        return [] if idle and self._mode != "dense" else self._updates.uses(unit, idle=idle)
 
     def is_behind(self, name: str) -> bool:
         """An expert has missed updates: its weights must not be read yet."""

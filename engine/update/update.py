@@ -21,12 +21,13 @@ from tierstream.engine.trace.trace import Trace, Track
 from tierstream.engine.update.granules import (
     DEVICE_GRANULES,
     Granule,
+    UnitGranules,
     device_granule_nbytes,
     device_nbytes,
-    granules,
 )
 from tierstream.engine.update.optimizer import AdamW, Group, OptimizerConfig, Verdict, adamw_settings
-from tierstream.engine.update.queue import UNITS_AHEAD, UpdateQueue, Work
+from tierstream.engine.update.order import UNITS_AHEAD, Work
+from tierstream.engine.update.queue import UpdateQueue
 from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout, Page, Unit, round_up
 from tierstream.tiered.lease import Lease
 from tierstream.tiered.store import Intent, Store
@@ -49,6 +50,7 @@ class UpdateDriver:
         store: Store,
         layout: Layout,
         units: Sequence[Unit],
+        granules: UnitGranules,
         device: Device,
         config: OptimizerConfig,
         groups: Sequence[Group],
@@ -56,11 +58,8 @@ class UpdateDriver:
         trace: Trace,
     ) -> None:
         self._config, self._groups, self._trace = config, groups, trace
-        self._granules = {unit.name: granules(layout, unit) if unit.trained else [] for unit in units}
-        self._idle = {
-            name: [granule.without_gradient() for granule in own] for name, own in self._granules.items()
-        }
-        self.queue = UpdateQueue(self._granules)
+        self._granules = granules
+        self.queue = UpdateQueue(granules.own)
         dtypes: dict[str, dict[str, str]] = {unit.name: {} for unit in units}
         for spec in layout.planes.values():
             if spec.unit in dtypes:
@@ -84,23 +83,14 @@ class UpdateDriver:
 
     def work(self, unit: str, verdict: Verdict) -> Work:
         """One update of a unit, with its gradient."""
-        return Work(self._granules[unit], (verdict,))
+        return Work(self._granules.own[unit], (verdict,))
 
     def idle_work(self, unit: str, verdicts: Sequence[Verdict]) -> Work:
         """Updates of a unit whose gradient is zero in each."""
-        return Work(self._idle[unit], tuple(verdicts))
-
-    def uses(self, unit: Unit, *, idle: bool = False) -> list[tuple[Page, Intent]]:
-        """Page uses of the unit's update, in order; none where its state is on the device.
-
-        Args:
-            idle: its gradient is zero.
-        """
-        own = (self._idle if idle else self._granules).get(unit.name, ())
-        return [use for granule in own for use in granule.uses]
+        return Work(self._granules.idle[unit], tuple(verdicts))
 
     def grad_pages(self) -> list[Page]:
-        return [page for own in self._granules.values() for granule in own for page in granule.gradient]
+        return [page for own in self._granules.own.values() for granule in own for page in granule.gradient]
 
     @property
     def device_bytes(self) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plain: plain.update(format=0), "its format is 0, this version reads 1"),
+        (lambda plain: plain.update(format=0), "its format is 0, this version reads 2"),
         (lambda plain: plain.pop("copy"), "keys copy are missing or unknown"),
         (lambda plain: plain.update(colour=1), "keys colour are missing or unknown"),
         (lambda plain: plain["drives"][0].update(read=-1), "read is -1, not a positive number"),

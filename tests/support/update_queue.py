@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from tierstream.engine.update.granules import Granule
 from tierstream.engine.update.optimizer import Verdict
-from tierstream.engine.update.queue import UpdateQueue, Work
+from tierstream.engine.update.order import Work
+from tierstream.engine.update.queue import UpdateQueue
 from tierstream.tiered.layout import Page
 
 #: In forward order, with their granules. A granule has two gradient pages, as with fp32 gradients of bf16

@@ -59,7 +59,7 @@ def test_only_experts_with_tokens_come_and_once_per_pass(slots: int) -> None:
         copied.clear()
         cache = run.runtime.experts
         assert cache is not None
-        before = cache.hits, cache.misses, cache.guesses
+        before = cache.counts
         run.train([batch])
         wanted = hit(run)
         assert all(0 < len(layer) < EXPERTS for layer in wanted)
@@ -70,9 +70,8 @@ def test_only_experts_with_tokens_come_and_once_per_pass(slots: int) -> None:
             assert kept == len(set(copied))
         if slots >= EXPERTS:  # forward ends and backward begins with the last layer
             assert all(copied[unit] == 1 for unit in wanted[-1])
-        hits, misses, guesses = (
-            now - then for now, then in zip((cache.hits, cache.misses, cache.guesses), before, strict=True)
-        )
+        moved = cache.counts.since(before)
+        hits, misses, guesses = moved.hits, moved.misses, moved.guesses
         assert hits + misses == 2 * sum(map(len, wanted))
         assert misses + guesses == sum(copied.values())
 
@@ -85,8 +84,8 @@ def test_experts_of_the_step_before_are_read_ahead() -> None:
         run.train([batch] * 4)
         cache = run.runtime.experts
         assert cache is not None
-        assert cache.guesses > 0
-        assert cache.right_guesses == cache.guesses
+        assert cache.counts.guesses > 0
+        assert cache.counts.right_guesses == cache.counts.guesses
         assert set(copied) == set().union(*hit(run))
 
 

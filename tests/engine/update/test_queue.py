@@ -14,7 +14,8 @@ import pytest
 from support.update_queue import ALL, GRANULES, PAGES, PATIENCE_S, UNITS, idle_works, store, verdicts, works
 
 from tierstream.engine.update.granules import Granule
-from tierstream.engine.update.queue import UNITS_AHEAD, UpdateQueue
+from tierstream.engine.update.order import UNITS_AHEAD
+from tierstream.engine.update.queue import UpdateQueue
 from tierstream.io.errors import InvariantError
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,7 +13,8 @@ from support.update_queue import ALL, GRANULES, PAGES, PATIENCE_S, UNITS, idle_w
 
 from tierstream.engine.update.granules import Granule
 from tierstream.engine.update.optimizer import Verdict
-from tierstream.engine.update.queue import UNITS_AHEAD, UpdateQueue, Work
+from tierstream.engine.update.order import UNITS_AHEAD, Work
+from tierstream.engine.update.queue import UpdateQueue
 from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import Page
 

@@ -70,7 +70,7 @@ def test_an_update_is_adamw_of_each_tensor_with_its_own_decay(
     """Pages hold tensors of both decay rules; the oracle goes tensor by tensor over whole planes."""
     setup = setup_of(placement, monkeypatch, early=early, master=master).but(dtype=dtype)
     with rig(setup) as run:
-        pages = [g for own in run.runtime.updates._granules.values() for g in own]
+        pages = [g for own in run.runtime.updates._granules.own.values() for g in own]
         assert any({call.group for call in granule.calls} == {0, 1} for granule in pages)
         expected = run.planes()
         gradients = keep_gradients(run)
@@ -175,7 +175,8 @@ def test_an_update_that_fails_fails_the_step_and_keeps_no_lease(
         run.runtime.close()
         assert updaters() == set()
         for unit in run.units.in_forward_order:
-            durable = [page for page, intent in run.runtime.updates.uses(unit) if intent is Intent.UPDATE]
+            uses = run.runtime.script.granules.uses(unit.name, idle=False)
+            durable = [page for page, intent in uses if intent is Intent.UPDATE]
             with run.store.acquire([(page, Intent.UPDATE) for page in durable[:10]]):
                 pass
         for key, spec in run.layout.planes.items():

@@ -1,0 +1,66 @@
+"""A run that need not be run: its model without memory, its plan, its script."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from tierstream.engine import assemble
+from tierstream.engine.config import RunConfig
+from tierstream.engine.model.units import ModelUnits, units_of_run
+from tierstream.engine.plan import Plan, make_plan
+from tierstream.engine.planner.machine import Machine
+from tierstream.engine.step.script import StepScript
+from tierstream.io.errors import BudgetError
+from tierstream.io.sizes import format_bytes
+from tierstream.tiered.layout import Layout
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of a run before it begins. Takes no memory on the device, no store and no weights.
+
+    Attributes:
+        units: of the model, which is on `meta`.
+        script: of its steps.
+        vocabulary: rows of the output matrix.
+    """
+
+    config: RunConfig
+    units: ModelUnits
+    layout: Layout
+    plan: Plan
+    script: StepScript
+    vocabulary: int
+
+
+def case_of(config: RunConfig, machine: Machine) -> Case:
+    """The run of `config` on `machine`.
+
+    Raises:
+        BudgetError: a tier cannot hold what it must hold at once, as the run itself would say.
+        ConfigError, ModelSourceError: as before the first step of the run.
+    """
+    with ExitStack() as parts:
+        model, hf_config = assemble.build_model(config, parts)
+        units = units_of_run(model, config.moe, config.optimizer)
+    assemble.check_rows(config, units)
+    plan, layout = make_plan(
+        config.tiers,
+        config.optimizer,
+        units,
+        rows=config.train.rows_per_step,
+        seq_len=config.data.seq_len,
+        device_in_host=machine.gpu_bytes is None,
+        update_threads=config.optimizer.threads or machine.cores - machine.cores // 5,
+        available_bytes=machine.host_bytes,
+        expert_nbytes=config.moe.gpu_cache,
+        copy_memory=config.checkpoint.copy_memory if config.checkpoint.on_the_way else 0,
+    )
+    if machine.gpu_bytes is not None and plan.gpu_bytes > machine.gpu_bytes:
+        raise BudgetError(
+            f"buffers of {format_bytes(plan.gpu_bytes)} are needed on the GPU, and it has "
+            f"{format_bytes(machine.gpu_bytes)}; lower tiers.gpu, moe.gpu_cache or train.rows_per_step"
+        )
+    script = StepScript(units, layout, plan, config.optimizer, config.moe)
+    return Case(config, units, layout, plan, script, hf_config.get_text_config().vocab_size)

@@ -1,0 +1,274 @@
+"""Simulated time: processes that sleep and wait, and resources that serve them. No torch.
+
+A process is a generator. It yields seconds to sleep, or a `Moment` to wait for; what it calls that may wait
+is a generator too, with `yield from`. Everything happens in one thread, and equal times keep the order in
+which they were asked for, so a simulation gives the same numbers every time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from heapq import heappop, heappush
+from itertools import count
+from typing import Protocol, TypeAlias, TypeVar
+
+from tierstream.io.errors import InvariantError
+
+_Result = TypeVar("_Result")
+
+
+class Moment:
+    """Something that happens once: until then it can be waited for."""
+
+    __slots__ = ("_clock", "_waiting", "past")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: list[Callable[[], None]] = []
+        self.past = False
+
+    def set(self) -> None:
+        """It happens now."""
+        if not self.past:
+            self.past = True
+            waiting, self._waiting = self._waiting, []
+            self._clock.soon.extend(waiting)
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call it when it has happened."""
+        if self.past:
+            self._clock.soon.append(call)
+        else:
+            self._waiting.append(call)
+
+
+#: What a process waits for: seconds, or a moment.
+Wait: TypeAlias = float | Moment
+#: A part of a process, with what it gives back.
+Steps: TypeAlias = Generator[Wait, None, _Result]
+
+
+class Clock:
+    """The time, in seconds, and what is to happen at which time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.soon: deque[Callable[[], None]] = deque()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def moment(self) -> Moment:
+        return Moment(self)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        heappush(self._later, (self.now_s + seconds, next(self._numbers), call))
+
+    def start(self, process: Steps[None]) -> None:
+        """Run a process, from now on."""
+
+        def go_on() -> None:
+            for wait in process:
+                if isinstance(wait, Moment):
+                    if not wait.past:
+                        wait.then(go_on)
+                        return
+                elif wait > 0:
+                    self.after(wait, go_on)
+                    return
+
+        self.soon.append(go_on)
+
+    def run_until(self, end: Callable[[], bool]) -> None:
+        """Raises InvariantError if nothing is left to happen before."""
+        soon = self.soon
+        while not end():
+            if soon:
+                soon.popleft()()
+            elif self._later:
+                self.now_s, _, call = heappop(self._later)
+                call()
+            else:
+                raise InvariantError("all processes of a simulation wait for each other")
+
+
+class Changes:
+    """Wakes those who wait for a condition whenever it may have come true."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._next: Moment | None = None
+
+    def tell(self) -> None:
+        if self._next is not None:
+            self._next.set()
+            self._next = None
+
+    def wait(self) -> Steps[None]:
+        """Until the next change."""
+        if self._next is None:
+            self._next = self._clock.moment()
+        yield self._next
+
+    def wait_for(self, condition: Callable[[], object]) -> Steps[None]:
+        while not condition():
+            yield from self.wait()
+
+
+class Credits:
+    """So many may be taken at once; who comes first is served first."""
+
+    def __init__(self, clock: Clock, number: int) -> None:
+        self._clock, self._left = clock, number
+        self._waiting: deque[Moment] = deque()
+
+    def take(self) -> Steps[None]:
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        turn = self._clock.moment()
+        self._waiting.append(turn)
+        yield turn
+
+    def give(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().set()
+        else:
+            self._left += 1
+
+
+class Server(Protocol):
+    """Takes seconds of work."""
+
+    def serve(self, seconds: float) -> Wait:
+        """What to wait for until the work is done."""
+        ...
+
+
+class Dedicated:
+    """Serves each as if there were no other: a device of its own."""
+
+    def serve(self, seconds: float) -> Wait:
+        return seconds
+
+
+class _Job:
+    __slots__ = ("done", "left_s", "threads")
+
+    def __init__(self, left_s: float, threads: int, done: Moment) -> None:
+        self.left_s, self.threads, self.done = left_s, threads, done
+
+
+class Cores:
+    """The processor's cores, which threads share evenly: where there are more of them than cores, all slow
+    down alike.
+    """
+
+    def __init__(self, clock: Clock, number: int) -> None:
+        self._clock, self._number = clock, number
+        self._jobs: list[_Job] = []
+        self._since_s = 0.0
+        self._version = 0
+        self.busy_s = 0.0
+        """Core seconds."""
+
+    def threads(self, number: int) -> Server:
+        """Serves work that `number` threads do at once; its seconds are those that it takes alone."""
+        return _Threads(self, min(number, self._number))
+
+    def begin(self, seconds: float, threads: int) -> Moment:
+        self._advance()
+        done = self._clock.moment()
+        self._jobs.append(_Job(seconds, threads, done))
+        self._reckon()
+        return done
+
+    def _speed(self) -> float:
+        return min(1.0, self._number / sum(job.threads for job in self._jobs))
+
+    def _advance(self) -> None:
+        passed, self._since_s = self._clock.now_s - self._since_s, self._clock.now_s
+        if not self._jobs or not passed:
+            return
+        done_s = passed * self._speed()
+        for job in self._jobs:
+            job.left_s -= done_s
+            self.busy_s += done_s * job.threads
+
+    def _reckon(self) -> None:
+        """Find out when the next job ends."""
+        self._version += 1
+        if self._jobs:
+            left_s = max(0.0, min(job.left_s for job in self._jobs))
+            version = self._version
+            self._clock.after(left_s / self._speed(), lambda: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return  # somebody came meanwhile
+        self._advance()
+        ended = min(job.left_s for job in self._jobs) + 1e-12
+        for job in [job for job in self._jobs if job.left_s <= ended]:
+            self._jobs.remove(job)
+            job.done.set()
+        self._reckon()
+
+
+class _Threads:
+    def __init__(self, cores: Cores, number: int) -> None:
+        self._cores, self._number = cores, number
+
+    def serve(self, seconds: float) -> Wait:
+        return self._cores.begin(seconds, self._number) if seconds > 0 else 0.0
+
+
+class Lane:
+    """Work in order, one after another; what is enqueued may have to wait for a moment of another lane.
+
+    Attributes:
+        busy_s: seconds at work.
+    """
+
+    def __init__(self, clock: Clock, server: Server) -> None:
+        self._clock, self._server = clock, server
+        self._last: Moment | None = None
+        self.busy_s = 0.0
+
+    def enqueue(
+        self,
+        seconds: float,
+        after: Moment | None = None,
+        watch: Callable[[float, float], None] | None = None,
+    ) -> Moment:
+        """The moment at which the work is done.
+
+        Args:
+            watch: is told when it began and ended.
+        """
+        done = self._clock.moment()
+        self._clock.start(self._work(seconds, self._last, after, done, watch))
+        self._last = done
+        return done
+
+    def mark(self) -> Moment:
+        """The moment at which all that is enqueued so far is done."""
+        return self._last if self._last is not None else self.enqueue(0.0)
+
+    def _work(
+        self,
+        seconds: float,
+        before: Moment | None,
+        after: Moment | None,
+        done: Moment,
+        watch: Callable[[float, float], None] | None,
+    ) -> Steps[None]:
+        if before is not None:
+            yield before
+        if after is not None:
+            yield after
+        begin_s = self._clock.now_s
+        yield self._server.serve(seconds)
+        self.busy_s += self._clock.now_s - begin_s
+        if watch is not None:
+            watch(begin_s, self._clock.now_s)
+        done.set()

@@ -1,0 +1,152 @@
+"""A machine to plan for: this one, one whose profile was taken elsewhere, or one that nobody has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from tierstream.engine.bound import Rates
+from tierstream.engine.planner.drive import DriveRates
+from tierstream.io.errors import ConfigError
+from tierstream.io.profile import DriveProfile, MachineProfile
+
+if TYPE_CHECKING:
+    from tierstream.engine.config import RunConfig
+    from tierstream.engine.measure.machine import KnownDrive
+    from tierstream.io.throttle import Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a run finds.
+
+    Attributes:
+        host_bytes: host memory that a run may use.
+        gpu_bytes: memory of the GPU; None: layers are computed by the CPU, in host memory.
+        cores: of the CPU, that a run may use.
+        drives: in the order of the run's `tiers.nvme_dirs`.
+        rates: what all of it gives; those of drives are in `drives`.
+    """
+
+    name: str
+    host_bytes: int
+    gpu_bytes: int | None
+    cores: int
+    drives: tuple[DriveRates, ...]
+    rates: Rates
+
+    @classmethod
+    def here(cls, config: RunConfig) -> Self:
+        """This machine, as the run would find it now; what its profile does not know is measured, which takes
+        some seconds.
+
+        Raises:
+            StorageError, ConfigError: see `load_profile` and `known_drives`.
+        """
+        import torch
+
+        from tierstream.engine import assemble
+        from tierstream.engine.device.device import Device
+        from tierstream.engine.measure.machine import known_drives, load_profile, machine_rates
+        from tierstream.io import probes
+        from tierstream.io.memory import memory_budget
+
+        profile, device = load_profile(config.tiers), Device(config.train.device)
+        drives = known_drives(config.tiers, profile)
+        dtype = getattr(torch, config.model.dtype)
+        threads = assemble.update_threads(config)
+        return cls(
+            name=probes.cpu_model() or "this machine",
+            host_bytes=memory_budget().available_bytes,
+            gpu_bytes=torch.cuda.mem_get_info(device.torch_device)[1] if device.is_cuda else None,
+            cores=len(os.sched_getaffinity(0)),
+            drives=drive_rates(drives, config.tiers.throttle.limits),
+            rates=machine_rates(profile, drives, device, dtype, threads),
+        )
+
+    @classmethod
+    def from_profile(cls, path: str | os.PathLike[str]) -> Self:
+        """The machine of a profile (`tierstream bench --profile`), which may be another than this one: with
+        its GPU if it has one, with all cores for the update, and with each of its drives.
+
+        Raises:
+            StorageError, ConfigError: it is missing or damaged, or parts of it were not measured.
+        """
+        profile = MachineProfile.load(path)
+        gpu = bool(profile.gpu)
+        compute = profile.compute.get("cuda bfloat16" if gpu else "cpu bfloat16")
+        missing = [
+            part
+            for part, known in (
+                ("compute", compute), ("update", profile.update), ("host", profile.host),
+                ("device", profile.device), ("copy", profile.copy or not gpu),
+            )
+            if not known
+        ]  # fmt: skip
+        if missing or compute is None:
+            raise ConfigError(
+                f"{path} does not say what its machine gives ({', '.join(missing)}): write it anew there, "
+                f"with `tierstream bench --profile {path} DIRECTORY...`"
+            )
+        host, device = profile.host, profile.device
+        return cls(
+            name=", ".join(filter(None, (profile.cpu, profile.gpu))),
+            host_bytes=int(host["bytes"]),
+            gpu_bytes=int(device["bytes"]) if gpu else None,
+            cores=int(host["cores"]),
+            drives=tuple(_of_profile(drive.directory, drive, 1.0) for drive in profile.drives),
+            rates=Rates(
+                flop_per_s=compute,
+                upload=profile.copy["upload"] if gpu else None,
+                download=profile.copy["download"] if gpu else None,
+                update_parameters_per_s=max(profile.update.values()),
+                device_memory=device["memory"],
+                launch_s=device["launch_s"],
+                host_copy=host["copy"],
+                page_s=host["page_s"],
+            ),
+        )
+
+
+def drive_rates(drives: Sequence[KnownDrive], limits: Limits | None) -> tuple[DriveRates, ...]:
+    """Of the directories of a run.
+
+    Raises:
+        ConfigError: the drive of one could not be measured.
+    """
+    found = []
+    for drive in drives:
+        if drive.rates is None:
+            raise ConfigError(
+                f"{drive.directory}: there was too little space to measure its drive; free some, or name a "
+                "profile of it in tiers.profile"
+            )
+        found.append(_of_profile(drive.directory, drive.rates, drive.weight, limits))
+    return tuple(found)
+
+
+def _of_profile(
+    directory: str, rates: DriveProfile, weight: float, limits: Limits | None = None
+) -> DriveRates:
+    """Both directions at once get half of the mixed rate each; of a throttled drive, which shares its total
+    evenly, what the one cannot take goes to the other.
+    """
+    read, write = rates.read, rates.write
+    if limits is None:
+        read_mixed = write_mixed = rates.mixed / 2
+    else:
+        total = min(limits.total, read + write)
+        read_mixed = min(read, max(total / 2, total - write))
+        write_mixed = min(write, total - read_mixed)
+        read, write = min(read, total), min(write, total)
+    return DriveRates(
+        directory=directory,
+        read=read,
+        write=write,
+        read_mixed=min(read, read_mixed),
+        write_mixed=min(write, write_mixed),
+        latency_s=0.0 if limits is None else limits.latency_s,
+        weight=weight,
+    )

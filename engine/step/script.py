@@ -1,0 +1,69 @@
+"""What a step does, in which order and on which pages: all of it is known before a byte is read.
+
+`Runtime` carries a script out; the planner's simulator runs the same one against the clock of a machine that
+need not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from tierstream.engine.device.memory import ACTIVATION_GROUP
+from tierstream.engine.device.upload import Upload, nothing_held, plan_uploads
+from tierstream.engine.model.units import ModelUnits
+from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.plan import Plan
+from tierstream.engine.step.schedule import Schedules
+from tierstream.engine.step.streams import Use, list_uses
+from tierstream.engine.update.granules import UnitGranules
+from tierstream.engine.update.optimizer import OptimizerConfig
+from tierstream.tiered.layout import Layout, Page
+from tierstream.tiered.store import Intent
+
+
+class StepScript:
+    """The script of a run's steps. Takes no memory on the device, no store and no weights.
+
+    Attributes:
+        uses: of device bytes, in a step; the first `forward_uses` of them make a pass forward.
+        uploads: for each of `uses` what must be in a slot.
+        staying, streamed: units whose state is on the device, and those whose state is in the store, in forward
+            order.
+        granules: of their updates.
+        steady_plan: the slots of `uploads` where all weights were updated since the step before.
+        schedules: page uses of steps and passes.
+        updates_in_backward: a unit is updated as soon as its gradient is complete; else in the next forward.
+    """
+
+    def __init__(
+        self, units: ModelUnits, layout: Layout, plan: Plan, optimizer: OptimizerConfig, moe: MoeConfig
+    ) -> None:
+        memory = plan.device
+        self.units, self.layout = units, layout
+        self.uses = list_uses(units, stashes=plan.boundary_nbytes is not None)
+        self.forward_uses = max(index for index, use in enumerate(self.uses) if use.kind == "head") + 1
+        self.uploads = [_upload(use, memory.group_of) for use in self.uses]
+        self.staying, self.streamed = (
+            [unit for unit in units.in_forward_order if (unit.name in memory.resident) is stays]
+            for stays in (True, False)
+        )
+        self.granules = UnitGranules(layout, self.streamed)
+        self.steady_plan = plan_uploads(self.uploads, nothing_held(memory.slots, memory.resident))
+        self.schedules = Schedules(
+            layout, units, self.uses, self.granules, moe.idle, memory.resident, optimizer
+        )
+        self.updates_in_backward = optimizer.updates_in_backward
+
+    def steady_uses(self, idle: Collection[str]) -> list[tuple[Page, Intent]]:
+        """Page uses of a step in steady state, in order.
+
+        Args:
+            idle: experts that are expected to have no tokens.
+        """
+        return self.schedules.step(self.steady_plan, updating=not self.updates_in_backward, idle=idle)
+
+
+def _upload(use: Use, group_of: Mapping[str, str]) -> Upload:
+    if use.kind == "activation":
+        return Upload(use.unit, "activation", ACTIVATION_GROUP)
+    return Upload(use.unit, "weight", group_of[use.unit])
