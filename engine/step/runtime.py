@@ -133,10 +133,11 @@ class Runtime:
         self.downloader = Downloader(device, store, layout, trace, self.updates.queue.failed)
         self.uploader = Uploader(device, store, layout, memory.slots, trace, memory.resident)
         self._gradients = self._gradient_buffers(memory)
-        self._state = DeviceState(device, store, layout, script.staying, self.uploader.buffer, config, groups, trace)
-        self._stash = ActivationStash(
-            device, self.downloader, len(units.layers), trace, on_device=plan.boundary_nbytes is None
+        self._state = DeviceState(
+            device, store, layout, script.staying, self.uploader.buffer, config, groups, trace
         )
+        kept = plan.boundary_nbytes is None
+        self._stash = ActivationStash(device, self.downloader, len(units.layers), trace, on_device=kept)
         self.experts = None if memory.expert_slots is None else self._expert_cache(*memory.expert_slots)
         self._router_losses, self._z_loss_coef = router_losses(moe, model), z_loss_coef
         self._bias_update = BiasUpdate(model, moe.bias_update_rate)
@@ -145,7 +146,7 @@ class Runtime:
             rows_per_chunk=rows_per_chunk, loss_chunk_tokens=loss_chunk_tokens, z_loss_coef=z_loss_coef,
             router_losses=self._router_losses,
         )  # fmt: skip
-        self._uploads = [self._gated(use, own) for use, own in zip(script.uses, script.uploads, strict=True)]
+        self._uploads = list(map(self._gated, script.uses, script.uploads))
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)
         self.steady_schedule = script.steady_uses(self._idle.names)
         self.update_order = [page for page, intent in self.steady_schedule if intent is Intent.UPDATE]

@@ -27,8 +27,8 @@ class StepScript:
     Attributes:
         uses: of device bytes, in a step; the first `forward_uses` of them make a pass forward.
         uploads: for each of `uses` what must be in a slot.
-        staying, streamed: units whose state is on the device, and those whose state is in the store, in forward
-            order.
+        staying, streamed: units whose state is on the device, and those whose state is in the store, in
+            forward order.
         granules: of their updates.
         steady_plan: the slots of `uploads` where all weights were updated since the step before.
         schedules: page uses of steps and passes.

@@ -5,12 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.rig import Setup, batches, plan_of, rig, tiny_config
+from support.rig import Rig, Setup, batches, plan_of, rig, tiny_config
 
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.step.script import StepScript
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.tiered.layout import Page
+
+
+def settle(run: Rig) -> None:
+    """Gradients are stored; updates during backward are finished."""
+    run.runtime._gradients.wait_stored()
+    if run.setup.optimizer.updates_in_backward:
+        run.runtime.updates.queue.finish()
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -19,6 +26,7 @@ def test_the_store_is_asked_for_what_the_script_says(tmp_path: Path, early: bool
     optimizer = OptimizerConfig(clip_norm=None, check_finite=False) if early else OptimizerConfig()
     with rig(Setup(config=tiny_config(layers=2), dram=1 << 20, nvme=tmp_path, optimizer=optimizer)) as run:
         run.train(batches(2))
+        settle(run)
         seen: list[Page] = []
         acquire = run.store.acquire
 
@@ -28,7 +36,7 @@ def test_the_store_is_asked_for_what_the_script_says(tmp_path: Path, early: bool
 
         run.store.acquire = noted  # type: ignore[method-assign]
         run.train(batches(1))
-        run.runtime.updates.queue.finish()
+        settle(run)
         plan, layout = plan_of(run.setup, run.units)
         script = StepScript(run.units, layout, plan, optimizer, MoeConfig())
         assert sorted(seen) == sorted(page for page, _ in script.steady_uses(()))
