@@ -107,18 +107,30 @@ def position_warning(data: DataConfig, hf_config: Any) -> str | None:
     )
 
 
-def check_packing(data: DataConfig, hf_config: Any) -> None:
+def check_packing(data: DataConfig, model: Any) -> None:
     """Raises ConfigError: documents of a row would not be isolated.
 
     What attention may see follows from positions that restart. Layers of other kinds (linear attention, state
-    spaces) carry a state from each token to the next, whatever the positions say.
+    spaces) carry a state from each token to the next, whatever the positions say; and models with sinks
+    (gpt-oss) make the masks of transformers' own attention without them.
     """
-    kinds = sorted(set(getattr(hf_config, "layer_types", None) or ()) - _SEEN_BY_POSITIONS)
-    if kinds and data.packing != "none" and data.isolate_documents:
+    from tierstream.engine.model import sink_attention
+
+    if data.packing == "none" or not data.isolate_documents:
+        return
+    kinds = sorted(set(getattr(model.config, "layer_types", None) or ()) - _SEEN_BY_POSITIONS)
+    if kinds:
         raise ConfigError(
-            f"data.packing is {data.packing}, and layers of {type(hf_config).__name__} ({', '.join(kinds)}) "
+            f"data.packing is {data.packing}, and layers of {type(model).__name__} ({', '.join(kinds)}) "
             "carry a state from one document of a row to the next; use data.packing: none, so that each "
             "begins a row (data.too_long says what becomes of long ones), or data.isolate_documents: false"
+        )
+    attention = model.config._attn_implementation
+    if sink_attention.has_sinks(model) and attention != sink_attention.NAME:
+        raise ConfigError(
+            f"data.packing is {data.packing} and model.attention is {attention}, in which "
+            f"{type(model).__name__} does not keep documents of a row apart; leave model.attention to auto, "
+            "or use data.packing: none or data.isolate_documents: false"
         )
 
 

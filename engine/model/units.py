@@ -163,7 +163,8 @@ def find_units(
         optimizer: its groups decide where a tensor lies in its unit. None: the default one.
 
     Raises:
-        ModelSourceError: the model has no decoder layers, or parameters that tierstream cannot stream yet.
+        ModelSourceError: the model has no decoder layers, or parameters that tierstream cannot stream yet, or
+            some without elements.
         ConfigError: see `find_groups`; an expert is frozen in part.
     """
     decoder = model.get_decoder()
@@ -173,6 +174,10 @@ def find_units(
     if not isinstance(layers, nn.ModuleList) or not layers or not known:
         raise ModelSourceError(
             f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
+        )
+    if empty := [name for name, parameter in model.named_parameters() if not parameter.numel()]:
+        raise ModelSourceError(
+            f"{kind}: {common_names(empty)} would have no elements; correct the sizes in the config.json"
         )
     anatomy = find_anatomy(model)
     packer = _Packer(model, experts_apart, optimizer or OptimizerConfig())

@@ -88,7 +88,7 @@ class Run:
         """Everything before step 0; what is opened is closed by `parts`, last first."""
         run_dir = Path(config.run_dir)
         model, hf_config = assemble.build_model(config, parts)
-        check_packing(config.data, hf_config)
+        check_packing(config.data, model)
         identity = _RunIdentity(run_dir)
         resume, kept = config.checkpoint.resume, run_dir / "checkpoints"
         snapshot = checkpoint.find_resume(resume, kept, identity.read(), callbacks.on_event)

@@ -289,6 +289,7 @@ def _refuse_mismatch(
     ]
     read = [key for name, key in names.direct.items() if wanted[name].is_floating_point()]
     read += [key for c in names.conversions if isinstance(c, Conversion) for key in c.keys]
+    empty = [key for key in read if not tensors[key].numel]
     retyped = [f"{key} is {tensors[key].dtype}" for key in read if not tensors[key].is_float]
     problems = [
         f"{len(found)} {what}: {some(found)}"
@@ -296,6 +297,7 @@ def _refuse_mismatch(
             ("missing", missing),
             ("not of this model", left_over),
             ("of another shape", reshaped),
+            ("without elements", empty),
         )
         if found
     ]

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.families import moe_config
 from support.rig import tiny_config
 from support.runs import make_run
+from transformers import AutoModelForCausalLM
 
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.prepare import check_packing, open_data, position_warning, tokenizer_directory
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.tokenizer import load_tokenizer
+from tierstream.engine.model import sink_attention
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
@@ -140,15 +143,26 @@ def test_configuration_module_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_layers_that_carry_a_state_over_documents_are_refused() -> None:
-    data = DataConfig(files=["a"])
-    check_packing(data, moe_config("gpt_oss"))  # windows, but attention
-    recurrent = moe_config("qwen3_next")
-    said = r"data\.packing is auto, and layers of Qwen3NextConfig \(linear_attention\) carry .*packing: none"
-    with pytest.raises(ConfigError, match=said):
-        check_packing(data, recurrent)
-    check_packing(DataConfig(files=["a"], packing="none"), recurrent)
-    check_packing(DataConfig(files=["a"], isolate_documents=False), recurrent)
+def on_meta(family: str, attention: str) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(moe_config(family), attn_implementation=attention)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "said"),
+    [
+        ("qwen3_next", "eager", r"layers of Qwen3NextForCausalLM \(linear_attention\) carry .*packing: none"),
+        ("gpt_oss", "eager", r"model\.attention is eager, .* leave model\.attention to auto, or use data\.p"),
+    ],
+)
+def test_documents_that_would_see_each_other_are_refused(family: str, attention: str, said: str) -> None:
+    model = on_meta(family, attention)
+    with pytest.raises(ConfigError, match=rf"data\.packing is auto.* {said}"):
+        check_packing(DataConfig(files=["a"]), model)
+    check_packing(DataConfig(files=["a"], packing="none"), model)
+    check_packing(DataConfig(files=["a"], isolate_documents=False), model)
+    sink_attention.register()
+    check_packing(DataConfig(files=["a"]), on_meta("gpt_oss", sink_attention.NAME))
 
 
 def test_rows_longer_than_the_positions_of_the_model_are_told(tmp_path: Path) -> None:

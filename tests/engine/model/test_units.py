@@ -130,9 +130,20 @@ def test_every_expert_is_a_unit(family: str) -> None:
     assert fp32 == kept
 
 
-@pytest.mark.parametrize(("experts", "active"), [(4, 8), (0, 2)])
-def test_more_experts_per_token_than_there_are_is_refused(experts: int, active: int) -> None:
-    model = meta(moe_config("mixtral", num_local_experts=experts, num_experts_per_tok=active))
-    said = rf"has {experts} experts and each token goes to {active} .*config"
-    with pytest.raises(ModelSourceError, match=said):
+def test_more_experts_per_token_than_there_are_is_refused() -> None:
+    model = meta(moe_config("mixtral", num_local_experts=4, num_experts_per_tok=8))
+    with pytest.raises(ModelSourceError, match=r"has 4 experts and each token goes to 8 .*config"):
         find_units(model)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (moe_config("mixtral", num_local_experts=0), "experts.gate_up_proj"),
+        (tiny_config("qwen3", intermediate_size=0), "mlp.gate_proj.weight"),
+    ],
+)
+def test_parameters_without_elements_are_refused_by_name(config: Any, named: str) -> None:
+    with pytest.raises(ModelSourceError, match=rf"{named}.* would have no elements; correct the sizes"):
+        find_units(meta(config))

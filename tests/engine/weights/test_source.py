@@ -218,6 +218,10 @@ MISFITS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], list[str]]] =
         lambda t: t.pop("lm_head.weight"),
         ["1 missing: lm_head.weight", "set tie_word_embeddings to true"],
     ),
+    "no rows": (
+        lambda t: t.update({"lm_head.weight": torch.zeros(0, 44)}),
+        ["1 without elements: lm_head.weight", "lm_head.weight is [0, 44] where the model has [259, 44]"],
+    ),
     "quantised": (
         lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}),
         ["lm_head.weight is I8", "float"],
