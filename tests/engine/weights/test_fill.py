@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 from support.children import in_a_child
+from support.command import use_drive
 from support.families import save_family
-from support.filling import Filling, Heard, Planes, fill_and_be_killed, interrupt
+from support.filling import Filling, Heard, Interrupted, Planes, fill_and_be_killed, interrupt
 from support.models import rewrite, save_model
-from support.runs import dump, make_run
+from support.runs import assert_ended_like, dump, make_run, unharmed_run
 
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.progress import Progress
 from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.plan import STATE_FOLDER
+from tierstream.engine.trainer import Trainer
 from tierstream.engine.weights import fill
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.snapshot_writer import write_snapshot
@@ -173,3 +176,24 @@ def test_a_small_state_is_not_recorded(config: RunConfig, tmp_path: Path) -> Non
     planes, _ = filled(config)
     assert not record_of(config).exists()
     assert planes == in_dram(config)
+
+
+def test_a_run_whose_start_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its first step ends the record."""
+    monkeypatch.setattr(fill, "PORTION_BYTES", 1)
+    unharmed = unharmed_run(tmp_path / "unharmed", 1)
+    config = make_run(tmp_path / "run", steps=1)
+    record = use_drive(config, tmp_path / "drive") / STATE_FOLDER / "filled.json"
+
+    def stop(progress: Progress) -> None:
+        if progress.what == "drawing random weights" and progress.done > 0.8 * (progress.total or 0):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        Trainer(config, [Heard(stop)]).run()
+    assert record.exists()
+    heard = Heard()
+    Trainer(config, [heard]).run()
+    assert [text for text in heard.events if "are on the drives from a start that was cut off" in text]
+    assert not record.exists()
+    assert_ended_like(config, unharmed)
