@@ -6,6 +6,7 @@ What can be known to be impossible is refused here, with the numbers and the rem
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -38,6 +39,8 @@ _FRAMES_LEAST = 48
 _FRAMES_MIN = 24
 #: Below this a page costs more time in Python than on its way to a drive; one of 1 MiB costs little.
 _PAGE_SMALL_BYTES, _PAGE_GOOD_BYTES = 64 << 10, 1 << 20
+#: Share of the state's bytes that may be lost in frames which are not full, where pages can be smaller.
+_WASTE_MAX = 1 / 8
 #: Share of the memory that is free at start which an automatic DRAM budget takes.
 _AUTO_DRAM_SHARE = 0.7
 #: Share of what is then still free for copies of pages that change while a checkpoint is written.
@@ -202,6 +205,18 @@ def choose_page_bytes(piece_nbytes: int, state_bytes: int, config: TiersConfig, 
     return round_up(-(-piece_nbytes // pieces), PAGE_ALIGN_BYTES)
 
 
+def fit_small_planes(page_bytes: int, plane_nbytes: Sequence[int]) -> int:
+    """A smaller page where many planes are much smaller than that one, and each takes a whole frame: what is
+    trained of layers that are frozen but for a few vectors. Never one that costs more than its bytes.
+    """
+    while page_bytes > _PAGE_GOOD_BYTES:
+        wasted = sum(-nbytes % page_bytes for nbytes in plane_nbytes)
+        if wasted <= _WASTE_MAX * sum(plane_nbytes):
+            break
+        page_bytes = round_up(-(-page_bytes // 2), PAGE_ALIGN_BYTES)
+    return page_bytes
+
+
 def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
     """Bytes of the DRAM tier: the budget, or what is best, never more than the state needs; whole pages.
 
@@ -331,8 +346,8 @@ def make_plan(
         build_layout, units, boundary_nbytes=boundary, master=optimizer.master,
         grad_dtype=optimizer.grad_dtype,
     )  # fmt: skip
-    state_bytes = layout_of(page_bytes=PAGE_ALIGN_BYTES).nbytes(durable=True)
-    layout = layout_of(page_bytes=choose_page_bytes(_piece_bytes(units), state_bytes, tiers, available_bytes))
+    page_bytes = _page_bytes(units, layout_of(page_bytes=PAGE_ALIGN_BYTES), tiers, available_bytes)
+    layout = layout_of(page_bytes=page_bytes)
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     memory = divide(
         units, layout, boundary_nbytes=boundary, expert_nbytes=expert_nbytes, budget=tiers.gpu,
@@ -362,10 +377,14 @@ def make_plan(
     return plan, layout
 
 
-def _piece_bytes(units: ModelUnits) -> int:
-    """The largest weight plane of a layer, or of an expert where there are some."""
+def _page_bytes(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes: int) -> int:
+    """Args: layout: of all planes, in pages of any size."""
     pieces = [unit for experts in units.experts for unit in experts] or units.layers
-    return max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
+    piece_nbytes = max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
+    chosen = choose_page_bytes(piece_nbytes, layout.nbytes(durable=True), tiers, available_bytes)
+    if tiers.page is not None:
+        return chosen
+    return fit_small_planes(chosen, [spec.nbytes for spec in layout.planes.values()])
 
 
 def _passing_nbytes(units: ModelUnits, layout: Layout, *, on_device: bool) -> int:

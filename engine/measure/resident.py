@@ -50,13 +50,14 @@ class ResidentModel:
         model, hf_config = build_model(config, parts)
         units = units_of_run(model, config.moe, config.optimizer)
         self._parameters = {
-            name: nn.Parameter(torch.empty_like(meta, device=device))
+            name: nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
             for name, meta in model.named_parameters()
         }
         self._gradients: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
-            # Autograd adds in place to a gradient that is there.
-            self._gradients[name] = parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                # Autograd adds in place to a gradient that is there.
+                self._gradients[name] = parameter.grad = torch.zeros_like(parameter)
         for unit in units.in_forward_order:
             for tensor in unit.tensors:
                 bits = np.empty(tensor.numel, _BIT_TYPES[unit.dtype])
@@ -70,12 +71,13 @@ class ResidentModel:
         for layer in self._decoder.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         norm = final_norm(model, units.anatomy)
-        binding = Binding(model, [norm, model.get_output_embeddings()], units.head)
+        ends = (units.head, *units.beside_head)
+        binding = Binding(model, [norm, model.get_output_embeddings()], *ends)
         chunk_tokens = config.train.loss_chunk(hf_config.vocab_size)
         logits = model_logits(model, units.anatomy)
         self._head = Head(norm, logits, binding, chunk_tokens, config.train.z_loss_coef)
         norm.forward = lambda hidden: hidden  # computed by the head, in chunks, together with the loss
-        self._head_names = [tensor.name for tensor in units.head.tensors]
+        self._head_names = [tensor.name for unit in ends for tensor in unit.tensors]
 
     def step(self, batch: Batch) -> float:
         """Forward and backward; returns the mean cross-entropy over the trained tokens when all of it is
@@ -92,9 +94,11 @@ class ResidentModel:
                 hidden.detach(),
                 batch.labels,
                 batch.trained_tokens,
-                [self._gradients[name] for name in self._head_names],
+                [self._gradients.get(name) for name in self._head_names],
+                of_hidden=hidden.requires_grad,
             )
-        torch.autograd.backward(hidden, grad)
+        if grad is not None:
+            torch.autograd.backward(hidden, grad)
         if hidden.is_cuda:
             torch.cuda.synchronize(hidden.device)
         return losses[0].item()

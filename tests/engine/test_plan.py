@@ -17,6 +17,7 @@ from tierstream.engine.plan import (
     Plan,
     TiersConfig,
     choose_page_bytes,
+    fit_small_planes,
     page_warning,
     size_copies,
     size_dram,
@@ -47,6 +48,14 @@ def planned() -> tuple[Plan, Layout]:
 )
 def test_pages_of_a_budget(dram: int, page_bytes: int) -> None:
     assert choose_page_bytes(1 << 30, 90 << 30, TiersConfig(dram=ByteSize(dram)), 4 << 40) == page_bytes
+
+
+def test_pages_are_smaller_where_small_planes_would_each_take_one() -> None:
+    """36 layers of 400 MB that are frozen but for their norms, which have five planes."""
+    frozen, norms = [400 << 20] * 36, [16 << 10] * (36 * 5)
+    assert fit_small_planes(50 << 20, frozen) == 50 << 20
+    assert fit_small_planes(50 << 20, frozen + norms) == 25 << 18
+    assert fit_small_planes(50 << 20, norms) == 800 << 10
 
 
 @pytest.mark.parametrize("page", [None, ByteSize(PAGE_BYTES)])

@@ -75,8 +75,10 @@ def test_training_is_that_of_torch(case: str) -> None:
 def result(made: Setup, steps: Sequence[Batch] = ()) -> tuple[list[tuple[float, float]], dict[Any, Any]]:
     torch.manual_seed(3)
     with rig(made) as run:
-        outcomes = run.train(list(steps) or batches(STEPS))
-        return [(o.loss, o.verdict.grad_norm) for o in outcomes], run.planes()
+        outcomes, planes = run.train(list(steps) or batches(STEPS)), run.planes()
+        queue = run.runtime.updates.queue
+        assert [*queue._pending, *queue._first] == []
+        return [(o.loss, o.verdict.grad_norm) for o in outcomes], planes
 
 
 @pytest.mark.parametrize("case", ["first layers", "only attention", "only the head", *TIED])
