@@ -44,7 +44,7 @@ from tierstream.tiered.store import Faults, Intent, Lease, Store
 from tierstream.tiered.zarrdir import ZarrDirectory
 
 #: Sequences per home and policy (more in the nightly profile), and operations in each.
-EXAMPLES = max(32, settings().max_examples // 3)
+EXAMPLES = max(20, settings().max_examples // 3)
 OPERATIONS = 200
 
 LAYOUT = mixed_layout(units=1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import filecmp
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -211,25 +210,21 @@ def finished(cache: Path) -> int:
     return len([path for path in cache.glob("tokens/*/0*") if path.name.isdigit()])
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_killed_and_run_again_the_store_is_that_of_an_unbroken_run(
-    corpus: Path, tmp_path: Path, expected: TokenStore, end: signal.Signals
+    corpus: Path, tmp_path: Path, expected: TokenStore
 ) -> None:
     process = start(corpus, tmp_path)
     wait_for(lambda: finished(tmp_path) >= 5)
     workers = psutil.Process(process.pid).children()
     assert len(workers) == 2
-    process.send_signal(end)
+    process.kill()
     assert process.wait(timeout=30) != 0
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
     kept = finished(tmp_path)
     assert 5 <= kept < len(plan_shards(sources(corpus / "text"), SHARD_BYTES))
     assert process.stdout is not None
-    said = process.stdout.read()
     process.stdout.close()
-    assert said.count("begins") == 1
-    assert said.count("KeyboardInterrupt") == (end == signal.SIGINT)
     store = tokeniser(corpus, tmp_path, 2).open(sources(corpus / "text"), "text")
     assert f"{kept} of " in store.origin
     assert_same(store, expected)
