@@ -99,6 +99,17 @@ def test_every_place_gives_the_same_bits(tmp_path: Path, case: str) -> None:
             assert same_bits(found[1], planes) == []
 
 
+@pytest.mark.parametrize("case", ["only norms", "tied, only norms"])
+def test_a_pass_forward_sees_all_weights(case: str) -> None:
+    """Those of the head lie in two units."""
+    (batch,) = batches(1)
+    with rig(setup(case, loss_chunk_tokens=10_000)) as run:
+        loss, tokens = run.runtime.evaluate([batch])
+        (outcome,) = run.train([batch])
+        assert (loss, tokens) == (pytest.approx(outcome.loss, rel=1e-6), batch.trained_tokens)
+        assert run.runtime.evaluate([batch])[0] < loss
+
+
 class Watched:
     """What a run asks of its store and computes, by unit."""
 

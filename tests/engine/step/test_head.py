@@ -35,9 +35,10 @@ def run_head(
     device: str = "cpu",
     sums_dtype: torch.dtype = torch.float32,
     z_coef: float = 0.0,
+    without: str = "",
 ) -> Result:
     """Loss, gradient of the hidden states, and gradients of the unit's tensors, which are added
-    to something.
+    to something; but that of `without`, which is not wanted.
     """
     config = tiny_config("qwen2", tied=tied, vocab_size=VOCABULARY, hidden_size=HIDDEN, layers=1)
     model = reference_model(config, dtype).to(device)
@@ -47,8 +48,10 @@ def run_head(
     head = Head(norm, output, Binding(model, [norm, output], units.head), chunk, z_coef)
     parameters = dict(model.named_parameters())
     weights = [parameters[tensor.name].detach() for tensor in units.head.tensors]
+    names = [tensor.name for tensor in units.head.tensors]
     gradients = [
-        torch.full(tensor.shape, THERE, dtype=sums_dtype, device=device) for tensor in units.head.tensors
+        None if tensor.name == without else torch.full(tensor.shape, THERE, dtype=sums_dtype, device=device)
+        for tensor in units.head.tensors
     ]
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(ROWS, SEQ_LEN, HIDDEN, generator=generator).to(device, dtype)
@@ -56,11 +59,17 @@ def run_head(
     labels[:, ::5] = -100
     trained = int((labels != -100).sum())
     with torch.no_grad():
-        losses, grad = head.loss_and_gradient(weights, hidden, labels.to(device), trained, gradients)
-    assert (losses.dtype, losses.shape, grad.dtype, grad.shape) == (torch.float64, (2,), dtype, hidden.shape)
-    names = [tensor.name for tensor in units.head.tensors]
-    sums = {name: total - THERE for name, total in zip(names, gradients, strict=True)}
-    return {"loss": losses[0], "z_loss": losses[1], "hidden": grad, **sums}
+        losses, grad = head.loss_and_gradient(
+            weights, hidden, labels.to(device), trained, gradients, of_hidden=without != "hidden"
+        )
+    assert (losses.dtype, losses.shape) == (torch.float64, (2,))
+    found = {"hidden": grad} | {
+        n: g if g is None else g - THERE for n, g in zip(names, gradients, strict=True)
+    }
+    assert [name for name, value in found.items() if value is None] == ([without] if without else [])
+    made = {name: value for name, value in found.items() if value is not None}
+    assert "hidden" not in made or (made["hidden"].dtype, made["hidden"].shape) == (dtype, hidden.shape)
+    return {"loss": losses[0], "z_loss": losses[1], **made}
 
 
 def check_close(ours: Result, theirs: Result, bound: float) -> None:
@@ -86,6 +95,16 @@ def test_a_loss_kernel_gives_the_plain_gradients(dtype: torch.dtype, tied: bool,
     plain = run_head(None, dtype, tied=tied, z_coef=z_coef)
     check_close(run_head(torch_cross_entropy_, dtype, tied=tied, z_coef=z_coef), plain, BOUNDS[dtype])
     assert (plain["z_loss"] > 0) == (z_coef > 0)
+
+
+@pytest.mark.parametrize("without", ["hidden", "lm_head.weight", "model.norm.weight"])
+@pytest.mark.parametrize("kernel", [None, torch_cross_entropy_], ids=["plain", "kernel"])
+def test_a_gradient_that_is_not_wanted_changes_no_other(kernel: LossKernel | None, without: str) -> None:
+    expected = run_head(kernel, torch.bfloat16, tied=False)
+    del expected[without]
+    found = run_head(kernel, torch.bfloat16, tied=False, without=without)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_the_z_loss_leaves_the_cross_entropy_as_it_is() -> None:
