@@ -122,17 +122,16 @@ def ending(events: Sequence[Event]) -> list[Event]:
 
 
 def foreseen(events: Sequence[Event]) -> list[Event]:
-    """The same uses, each step with a schedule that says what really comes: what a policy does that is not
-    misled. Nothing follows the last step.
+    """The same uses, with schedules that say what really comes, to the end: what a policy does that is not
+    misled.
     """
-    steps: list[list[Page]] = [[]]
-    for event in events:
-        if isinstance(event, Begin):
-            steps.append([])
-        elif isinstance(event, Acquire) and event.scheduled:
-            steps[-1] += [page for page, _ in event.uses]
-    known = iter(zip(steps[1:], [*steps[2:], []], strict=True))
-    return [Begin(*next(known)) if isinstance(event, Begin) else event for event in events]
+    coming: list[Page] = []
+    made: list[Event] = []
+    for event in reversed(events):
+        if isinstance(event, Acquire) and event.scheduled:
+            coming += [page for page, _ in reversed(event.uses)]
+        made.append(Begin(coming[::-1], ()) if isinstance(event, Begin) else event)
+    return made[::-1]
 
 
 class _FramesWithoutMemory:

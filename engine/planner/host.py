@@ -119,6 +119,10 @@ class Host:
         self._updates.order.want_in_forward_order()
         self._uploads.begin(script.steady_plan)
         yield from self._forward(step, latest)
+        if self._names:
+            self._idle = self._names - {name for own in self._hit.values() for name in own}
+            left = script.schedules.after_forward(script.steady_plan, self._idle)
+            hardware.store.begin_step(left, [page for page, _ in script.steady_uses(self._idle)])
         yield from self._head()
         yield from self._backward()
         yield from self._end()
@@ -217,7 +221,6 @@ class Host:
         since_s = hardware.clock.now_s
         yield hardware.compute.mark()
         hardware.notes.waited(Track.HOST, "verdict", "", since_s)
-        self._idle = self._names - {name for own in self._hit.values() for name in own}
         if self._script.updates_in_backward:
             if self._mode == "dense":
                 works = {name: self._updates.idle_work(name, 1) for name in sorted(self._idle)}

@@ -161,9 +161,8 @@ class Runtime:
     def _gradient_buffers(self, memory: DeviceMemory) -> GradientBuffers:
         return GradientBuffers(
             self.device, self.downloader, [unit for unit in self._order if unit.trained], memory.group_of,
-            memory.sums, self.trace,
-            stored=self.updates.queue.stored, closed=self._update_now, absent=self._no_gradient,
-            resident=memory.resident,
+            memory.sums, self.trace, stored=self.updates.queue.stored, closed=self._update_now,
+            absent=self._no_gradient, resident=memory.resident,
         )  # fmt: skip
 
     def _expert_cache(self, slots: int, nbytes: int) -> ExpertCache:
@@ -218,9 +217,7 @@ class Runtime:
             return self._sweep.next_logits(self._begin_pass(None), cache, **inputs)
 
     def flush(self) -> None:
-        """Carry out what is left of updates now, and bring the store up to date: before a checkpoint or an
-        export.
-        """
+        """Carry out what is left of updates, and bring the store up to date, as for a checkpoint."""
         self._finish_updates()
         self._state.save()
 
@@ -309,7 +306,7 @@ class Runtime:
             self._update_resident(pending)
         self._idle.begin_step()
         self.updates.queue.want_in_forward_order()
-        losses = self._sweep.run(plan, batch)
+        losses = self._sweep.run(plan, batch, partial(self._routed, plan))
         (loss, z_loss), sums = self._gradients.losses_and_sums_of_squares(losses)
         verdict = self._conclude(sums, loss)
         added = z_loss if self._z_loss_coef else None
@@ -378,6 +375,12 @@ class Runtime:
         if self._idle.names != self._idle_in_following:
             self._following = [page for page, _ in self.script.steady_uses(self._idle.names)]
             self._idle_in_following = set(self._idle.names)
+
+    def _routed(self, plan: StepPlan, idle: Sequence[str]) -> None:
+        """Forward is over: what was expected of experts gives way to what is known of them."""
+        self._idle.names.update(idle)
+        self._follow_idle()
+        self.store.begin_step(self.script.schedules.after_forward(plan, self._idle.names), self._following)
 
     def _gated(self, use: Use, upload: Upload) -> Upload:
         """An upload that waits: a boundary until it is stored, a page of weights until it is updated."""

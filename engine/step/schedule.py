@@ -44,13 +44,14 @@ class Schedules:
         self._by_name = {unit.name: unit for unit in units.in_forward_order}
 
     def step(
-        self, plan: StepPlan, *, updating: bool, idle: Collection[str]
+        self, plan: StepPlan, *, updating: bool, idle: Collection[str], first: int = 0
     ) -> list[tuple[Page, Intent]]:
         """A step.
 
         Args:
             updating: the update of the step before is carried out in forward.
             idle: experts that had no tokens in the step before, and are expected to have none.
+            first: use of device bytes from which on it is listed.
         """
         made: list[tuple[Page, Intent]] = []
         updated: set[str] = set()
@@ -60,7 +61,8 @@ class Schedules:
                 made.extend(self._update(unit, idle))
                 updated.add(unit.name)
 
-        for index, (use, next_use) in enumerate(zip_longest(self._uses, self._uses[1:])):
+        following = self._uses[first + 1 :]
+        for index, (use, next_use) in enumerate(zip_longest(self._uses[first:], following), start=first):
             if use.kind == "activation":
                 made += _all(plan.pages(self._layout, index), Intent.CONSUME)
                 continue
@@ -85,6 +87,11 @@ class Schedules:
         units = self._units
         ends = (*reversed(units.tables), units.embed, *units.around)
         return made + [use for unit in ends for use in self._gradient(unit, idle)]
+
+    def after_forward(self, plan: StepPlan, idle: Collection[str]) -> list[Page]:
+        """Pages of what is left of a step once its layers have run. `idle`: experts without tokens."""
+        first = next(index for index, use in enumerate(self._uses) if use.kind == "head")
+        return [page for page, _ in self.step(plan, updating=False, idle=idle, first=first)]
 
     def forward(self, plan: StepPlan, wanted: Collection[str]) -> list[Page]:
         """A pass forward; all are read. `wanted`: experts that are expected to have tokens."""

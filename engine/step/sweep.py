@@ -9,7 +9,7 @@ over: layers (`streamed_layers`), modules that look rows up (`tables`), the fina
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,14 +107,20 @@ class Sweep:
             parts.append(LayerParts(model, layer, own, experts, routers))
         return parts
 
-    def run(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
+    def run(self, plan: StepPlan, batch: Batch, routed: Callable[[list[str]], None]) -> torch.Tensor:
         """Forward, loss and backward of one step, enqueued; the gradients are on their way to their planes.
+
+        Args:
+            routed: told of the experts without tokens, if there are experts, once all layers have run.
 
         Returns:
             Means over the step's trained tokens, fp64 [2] on the device: see `Head.loss_and_gradient`.
         """
         self._stash.begin_step()
         hidden = self._hidden_states(plan, batch)
+        layers = [parts.experts for parts in self._parts if parts.experts is not None]
+        if layers:
+            routed([unit.name for experts in layers for unit in experts.idle])
         sums = list[torch.Tensor | None]()
         for unit in (self._units.head, *self._units.beside_head):
             sums += self._gradients.open(unit).views() if unit.trained else [None] * len(unit.tensors)
