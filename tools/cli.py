@@ -32,6 +32,7 @@ COMMANDS = {
     "export": "RUN_OR_CHECKPOINT OUT write a model directory for transformers",
     "bench": "storage|copy|adam|... what this machine gives",
     "convert-config": "DS_CONFIG.json        a run file from a DeepSpeed configuration",
+    "check-model": "MODEL                 whether it trains as in transformers",
     "doctor": "[DIRECTORY ...]       whether it will run well on this machine",
 }
 #: What is said of a command that a signal has ended.

@@ -70,10 +70,11 @@ def preview(config: PreviewConfig, console: Console) -> None:
     from tierstream.engine.data.rows import Rows
     from tierstream.engine.data.tokenizer import load_tokenizer
     from tierstream.engine.model.meta_model import read_hf_config
+    from tierstream.engine.parity.gate import pass_gate
 
     data, directory = config.data, Path(config.run_dir) / "data"
     hf_config = read_hf_config(config.model)
-    check_packing(data, hf_config)
+    check_packing(data, config.model.attention, pass_gate(config.model, console.print))
     # A step of one row: the rows of the run in their order, whatever the steps.
     single = _open_rows(config, directory, hf_config.vocab_size)
     names = ["the first block"] if data.streaming else [_shortened(name) for name in data.files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,6 +105,7 @@ def export(
         tokenizer_dir=tokenizer_dir,
         chat_template=snapshot.state.get("chat_template"),
         source=source,
+        code_dir=model_config.code_dir,
         new_ids=model_config.path is None,
         max_shard_bytes=options.max_shard,
         facts=_facts(snapshot.state, settings["model"]["path"], run_dir, units.frozen),
@@ -115,13 +117,16 @@ def export(
 
 
 def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:
-    """The meta model, from the architecture stored in the checkpoint: what the run began with may be gone."""
+    """The meta model, from the architecture stored in the checkpoint: what the run began with may be gone,
+    but for code of its own.
+    """
     from tierstream.engine.model.meta_model import build_meta_model
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(architecture))
-        stored = replace(config, path=None, config=folder, vocab_size=None)
-        model, _ = build_meta_model(stored)
+        for file in config.code_dir.glob("*.py") if config.code_dir else ():
+            shutil.copy(file, folder)
+        model, _ = build_meta_model(replace(config, path=None, config=folder, vocab_size=None))
     return model
 
 

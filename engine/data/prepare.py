@@ -17,11 +17,9 @@ from tierstream.engine.data.shards import TokenStore
 from tierstream.engine.data.tokenise import Tokeniser
 from tierstream.engine.data.tokenizer import has_tokenizer, load_tokenizer, train_tokenizer
 from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.parity.verdict import Verdict
 from tierstream.io import durable
 from tierstream.io.errors import ConfigError, DataError
-
-#: Kinds of layers, as transformers names them, in which documents of a row do not see each other.
-_SEEN_BY_POSITIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def open_data(
@@ -107,31 +105,24 @@ def position_warning(data: DataConfig, hf_config: Any) -> str | None:
     )
 
 
-def check_packing(data: DataConfig, model: Any) -> None:
+def check_packing(data: DataConfig, attention: str, verdict: Verdict) -> None:
     """Raises ConfigError: documents of a row would not be isolated.
 
     What attention may see follows from positions that restart. Layers of other kinds (linear attention, state
     spaces) carry a state from each token to the next, whatever the positions say; and models with sinks
     (gpt-oss) make the masks of transformers' own attention without them.
-    """
-    from tierstream.engine.model import sink_attention
 
-    if data.packing == "none" or not data.isolate_documents:
+    Args:
+        attention: `model.attention`. verdict: on the model with it.
+    """
+    if verdict.packs or data.packing == "none" or not data.isolate_documents:
         return
-    kinds = sorted(set(getattr(model.config, "layer_types", None) or ()) - _SEEN_BY_POSITIONS)
-    if kinds:
-        raise ConfigError(
-            f"data.packing is {data.packing}, and layers of {type(model).__name__} ({', '.join(kinds)}) "
-            "carry a state from one document of a row to the next; use data.packing: none, so that each "
-            "begins a row (data.too_long says what becomes of long ones), or data.isolate_documents: false"
-        )
-    attention = model.config._attn_implementation
-    if sink_attention.has_sinks(model) and attention != sink_attention.NAME:
-        raise ConfigError(
-            f"data.packing is {data.packing} and model.attention is {attention}, in which "
-            f"{type(model).__name__} does not keep documents of a row apart; leave model.attention to auto, "
-            "or use data.packing: none or data.isolate_documents: false"
-        )
+    other = "" if attention == "auto" else f"leave model.attention ({attention}) to auto, or "
+    raise ConfigError(
+        f"data.packing is {data.packing}, and {verdict.model} does not keep documents of a row apart "
+        f"({verdict.found('packing')}); {other}use data.packing: none, so that each begins a row (data.too_long "
+        "says what becomes of long ones), or data.isolate_documents: false"
+    )
 
 
 def tokenizer_directory(data: DataConfig, model: ModelConfig, directory: Path) -> Path:

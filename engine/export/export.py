@@ -71,6 +71,7 @@ def export_model(
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
     source: LoadPlan | None = None,
+    code_dir: Path | None = None,
     new_ids: bool = False,
     max_shard_bytes: int | None = None,
     facts: RunFacts | None = None,
@@ -85,10 +86,9 @@ def export_model(
         dtype: type of the weights; None: as trained. What the family keeps in fp32 stays fp32.
         tokenizer_dir: its tokenizer and chat templates are copied.
         chat_template: takes the place of the tokenizer's own (of several the default); None: that stays.
-        source: model directory whose weights the run began with. Its generation_config.json, code and licence
-            are copied, and tensors that the family leaves aside.
-        new_ids: the configuration's special ids become those of the tokenizer: a new model stops where that
-            ends a text.
+        source: model directory whose weights the run began with. Its generation_config.json, code (that of
+            `code_dir`, if given) and licence are copied, and tensors that the family leaves aside.
+        new_ids: the configuration's special ids become the tokenizer's: a new model stops where that says.
         max_shard_bytes: see `plan_shards`.
         facts: for the model card; None: no card.
         progress: called with the bytes of tensors written so far, and of all.
@@ -101,9 +101,9 @@ def export_model(
     """
     if out_dir.exists() or out_dir.is_symlink():
         raise ConfigError(f"export directory {out_dir} exists; name a new one, or remove it")
-    tensors = plan_export(model, units, dtype)
     carried = plan_carried(source, getattr(torch, dtype) if dtype else model.dtype) if source else []
-    tensors += carried
+    tensors = plan_export(model, units, dtype) + carried
+    source_dir = source.checkpoint.path if source else None
     shards = plan_shards(tensors, source.checkpoint if source else None, max_shard_bytes)
     nbytes = sum(tensor.meta.nbytes for tensor in tensors)
     with _new_directory(out_dir, nbytes) as directory:
@@ -115,7 +115,8 @@ def export_model(
             name=out_dir.name,
             tokenizer_dir=tokenizer_dir,
             chat_template=chat_template,
-            source_dir=source.checkpoint.path if source else None,
+            source_dir=source_dir,
+            code_dir=code_dir or source_dir,
             new_ids=new_ids,
             facts=facts,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from tierstream.engine.data.codec import default_template, end_of_answer_id
 from tierstream.engine.data.tokenizer import load_tokenizer
@@ -38,18 +39,21 @@ def write_descriptions(
     tokenizer_dir: Path | None,
     chat_template: str | None,
     source_dir: Path | None,
+    code_dir: Path | None,
     new_ids: bool,
     facts: RunFacts | None,
 ) -> None:
     """All files but the weights, for a model called `name`; for the rest see `export_model`."""
-    config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+    config = copy.deepcopy(model.config)
+    own = getattr(model, "generation_config", None)  # some with code of their own do not generate
+    generation = GenerationConfig.from_model_config(config) if own is None else copy.deepcopy(own)
     config.dtype = getattr(torch, dtype) if dtype is not None else model.dtype
     config.architectures = [type(model).__name__]
     if source_dir is not None:
         _copy(source_dir, directory, _LICENCE_FILES)
     if hasattr(config, "auto_map"):  # code for software that does not know the family
-        if source_dir is not None and _has_code(source_dir, config.auto_map):
-            _copy(source_dir, directory, ("*.py",))
+        if code_dir is not None and _has_code(code_dir, config.auto_map):
+            _copy(code_dir, directory, ("*.py",))
         else:
             del config.auto_map
     answer_end: int | None = None

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tierstream.engine.assemble import build_model
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model.binding import Binding
+from tierstream.engine.model.decoder import decoder_of, layers_of
 from tierstream.engine.model.meta_model import materialise_buffers
 from tierstream.engine.model.units import TORCH_DTYPES, units_of_run
 from tierstream.engine.step.batch import Batch
@@ -67,8 +68,8 @@ class ResidentModel:
                 (place if tensor.part is None else place[tensor.part]).copy_(values)
         replace_parameters(model, self._parameters)
         materialise_buffers(model, None, device)
-        self._decoder = model.get_decoder()
-        for layer in self._decoder.layers:
+        self._decoder = decoder_of(model)
+        for layer in layers_of(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         norm = final_norm(model, units.anatomy)
         ends = (units.head, *units.beside_head)

@@ -6,6 +6,7 @@ anything is read.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,15 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tierstream.engine.model.decoder import decoder_of, layers_of
 from tierstream.engine.model.lookups import Lookups, check_lookup
 from tierstream.io.errors import ModelSourceError
 
-#: `model_type` of the families whose losses and gradients the tests compare with those of transformers.
-COMPARED = frozenset({
-    "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4_moe", "gpt_oss",
-    "llama", "mistral", "mixtral", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "qwen3_next",
-})  # fmt: skip
 #: Of the runs: one with so many rows, one with a row more.
 _ROWS, _TOKENS = 2, 3
 
@@ -39,6 +35,8 @@ class Anatomy:
         plain_logits: the logits are what the output matrix gives, and nothing is done to them.
         rows_dim: dimension of the layers' input in which the rows lie; None: rows cannot run apart.
         boundary_width: elements of the layers' input per token.
+        tuple_of: length of the tuple that layers return, of which the first are the hidden states and nobody
+            needs the rest; None: they return the hidden states alone.
     """
 
     tables: tuple[str, ...]
@@ -47,6 +45,7 @@ class Anatomy:
     plain_logits: bool
     rows_dim: int | None
     boundary_width: int
+    tuple_of: int | None
 
 
 def find_anatomy(model: Any) -> Anatomy:
@@ -56,7 +55,8 @@ def find_anatomy(model: Any) -> Anatomy:
     Raises:
         ModelSourceError: it cannot be streamed.
     """
-    one, more = _Run(model, _ROWS), _Run(model, _ROWS + 1)
+    one = _run(model)
+    more = _Run(model, _ROWS + 1, one.tuple_of)
     embedding = _name(model, model.get_input_embeddings())
     if embedding not in one.tables:
         raise ModelSourceError(
@@ -70,17 +70,19 @@ def find_anatomy(model: Any) -> Anatomy:
         plain_logits=one.plain_logits,
         rows_dim=_rows_dim(one, more),
         boundary_width=one.boundary.numel() // (_ROWS * _TOKENS),
+        tuple_of=one.tuple_of,
     )
 
 
-def comparison_warning(model_type: str) -> str | None:
-    """What to know of a model that can be streamed by its structure, but that nobody has compared."""
-    if model_type in COMPARED:
-        return None
-    return (
-        f"models of type {model_type} can be streamed as they are built, but their losses and gradients were "
-        "never compared with those of transformers: compare a short run before you trust a long one"
-    )
+def _run(model: Any) -> _Run:
+    """The first that succeeds of what layers may return."""
+    errors = []
+    for tuple_of in (None, 1, 2, 3):
+        try:
+            return _Run(model, _ROWS, tuple_of)
+        except ModelSourceError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def without_router_logits(config: Any) -> dict[str, bool]:
@@ -94,11 +96,13 @@ class _Run:
     Attributes:
         boundary: shape of the layers' input.
         extras: shapes of what else layers have gradients for.
+        tuple_of: that of the anatomy.
     """
 
-    def __init__(self, model: Any, rows: int) -> None:
+    def __init__(self, model: Any, rows: int, tuple_of: int | None) -> None:
+        self.tuple_of = tuple_of
         self._model = model = self._stand_in(model)
-        decoder = model.get_decoder()
+        decoder = decoder_of(model)
         self._owners = {  # of a tied matrix the first
             id(parameter): name
             for name, module in reversed(_beside_layers(model))
@@ -107,12 +111,17 @@ class _Run:
         self.tables: list[str] = []
         self.boundary, self.extras = torch.Size(), list[torch.Size]()
         self._called = list[int]()
-        given = dict[str, Any]()
+        taken, given, calls = dict[str, Any](), dict[str, Any](), Counter[str]()
+
+        def note(_: Any, inputs: tuple[Any, ...], output: Any, *, name: str) -> None:
+            taken[name], given[name] = next(iter(inputs), None), output
+            calls[name] += 1
+
         for name, module in _beside_layers(model):
             vars(module).pop("forward", None)
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_()  # what is frozen changes nothing of the anatomy
-            module.register_forward_hook(lambda _, __, output, name=name: given.update({name: output}))
+            module.register_forward_hook(partial(note, name=name))
         ids = torch.zeros(rows, _TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
         try:
             with Lookups(self._look_up), _Answers():
@@ -121,22 +130,27 @@ class _Run:
             raise
         except Exception as error:  # whatever the code of a family does where values decide
             raise self._error(f"does not run on meta ({' '.join(str(error).split())[:200]})") from error
-        if self._called != list(range(len(decoder.layers))):
+        if self._called != list(range(len(layers_of(model)))):
             raise self._error("does not call its layers once each, one after another")
-        owning = (name for name, module in _beside_layers(model) if module._parameters)
+        owning = [name for name, module in _beside_layers(model) if module._parameters]
         if unused := [name for name in owning if name not in given]:
             raise self._error(f"does nothing with {len(unused)} of its modules over tokens ({unused[0]})")
         decoded = given[_name(model, decoder)]
         self.decoder_output = type(decoded)
-        self.norm = next((name for name, made in given.items() if made is decoded.last_hidden_state), None)
-        self.plain_logits = output.logits is given.get(_name(model, model.get_output_embeddings()))
+        last = decoded.last_hidden_state
+        # One that norms something else too has to stay where it is.
+        self.norm = next((name for name, made in given.items() if made is last and calls[name] == 1), None)
+        head, inside = _name(model, model.get_output_embeddings()), f"{_name(model, decoder)}."
+        if after := [name for name in owning if not name.startswith(inside) and name != head]:
+            raise self._error(f"has weights ({after[0]}) between its decoder and its output matrix")
+        self.plain_logits = output.logits is given.get(head) and _origin(taken[head]) is _origin(last)
 
     def _stand_in(self, model: Any) -> Any:
         """A copy that may be changed: of the layers no more than what can be asked of them."""
-        layers = [copy.copy(layer) for layer in model.get_decoder().layers]
+        layers = [copy.copy(layer) for layer in layers_of(model)]
         for index, layer in enumerate(layers):
             layer.forward = partial(self._layer, index)
-        return copy.deepcopy(model, {id(model.get_decoder().layers): nn.ModuleList(layers)})
+        return copy.deepcopy(model, {id(layers_of(model)): nn.ModuleList(layers)})
 
     def _layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
         hidden, *others = args or (kwargs["hidden_states"],)
@@ -149,7 +163,7 @@ class _Run:
             for tensor in (*others, *kwargs.values())
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor is not hidden
         ]
-        return hidden
+        return hidden if self.tuple_of is None else (hidden, *[None] * (self.tuple_of - 1))
 
     def _look_up(self, ids: torch.Tensor, matrix: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         name = self._owners.get(id(matrix))
@@ -176,7 +190,7 @@ class _Answers(TorchFunctionMode):
 
 
 def _beside_layers(model: Any) -> list[tuple[str, nn.Module]]:
-    inside = {id(module) for layer in model.get_decoder().layers for module in layer.modules()}
+    inside = {id(module) for layer in layers_of(model) for module in layer.modules()}
     return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 
 
@@ -185,6 +199,11 @@ def _rows_dim(one: _Run, more: _Run) -> int | None:
     changed = [dim for dim, (a, b) in enumerate(zip(one.boundary, more.boundary, strict=True)) if a != b]
     cut = all(a[:1] != b[:1] for a, b in zip(one.extras, more.extras, strict=True))
     return changed[0] if len(changed) == 1 and cut else None
+
+
+def _origin(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _name(model: nn.Module, wanted: nn.Module) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tierstream.io.errors import ConfigError
@@ -37,6 +39,18 @@ class ModelConfig:
     attention: Literal["auto", "sdpa", "eager", "sinks"] = "auto"
     """Those of transformers, and sinks: attention with sinks (gpt-oss) by flash kernels. auto: sinks where a
     model has some, else sdpa, or eager where transformers has no sdpa for it (gemma2)."""
+
+    trust_remote_code: bool = False
+    """Run the Python code that the model directory brings along (`auto_map` in its config.json), for
+    architectures that transformers does not have. It may do whatever you may do: read it first."""
+
+    @property
+    def code_dir(self) -> Path | None:
+        """Where code of its own lies that may run; None: none may."""
+        if not self.trust_remote_code:
+            return None
+        place = Path(os.path.abspath(self.path or self.config or ""))
+        return place if place.is_dir() else place.parent
 
     def __post_init__(self) -> None:
         given = {key: value for key in ("path", "config") if (value := getattr(self, key)) is not None}

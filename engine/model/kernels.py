@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tierstream.engine.model.decoder import layers_of
 from tierstream.io.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def compile_layers(model: Any, *, deterministic: bool) -> None:
                 "false"
             ) from error
 
-    for layer in model.get_decoder().layers:
+    for layer in layers_of(model):
         layer.forward = functools.partial(forward, layer)
         layer.compiled_whole = True
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
     not trained do not require gradients.
 
     Returns:
-        `(model, model.config)`. Nothing is downloaded, and no code from the model directory is run.
+        `(model, model.config)`. Nothing is downloaded, and no code from the model directory is run unless
+        `config.trust_remote_code` says so.
 
     Raises:
         ModelSourceError: no readable configuration, a quantised model (but for FP8 and MXFP4, which are built
@@ -31,29 +33,35 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
         ConfigError: the family does not have the attention implementation that was asked for; dropout in
             attention with sinks; too few rows for a special token; see `freeze`.
     """
+    model, hf_config = build_of(read_hf_config(config), config)
+    freeze(model, config)
+    return model, hf_config
+
+
+def build_of(hf_config: Any, config: ModelConfig) -> tuple[Any, Any]:
+    """`build_meta_model` of a transformers configuration that is there already; nothing is frozen."""
     from tierstream.engine.model import sink_attention
 
     sink_attention.register()
-    hf_config = read_hf_config(config)
-    attention = sink_attention.NAME if config.attention == "auto" else config.attention
-    model = _build(hf_config, config.dtype, attention)
+    attention: str = config.attention
+    if attention == "auto":
+        model = _build(hf_config, config, "eager")  # which all families have
+        # Where scores are capped (gemma2), torch's own attention does not do.
+        plain = "sdpa" if model._supports_sdpa else "eager"
+        attention = sink_attention.NAME if sink_attention.has_sinks(model) else plain
+    model = _build(hf_config, config, attention)
     if attention == sink_attention.NAME:
-        if sink_attention.has_sinks(model):
-            sink_attention.check_dropout(model.config.attention_dropout)
-        elif config.attention == "auto":
-            # Where scores are capped (gemma2), torch's own attention does not do.
-            model = _build(hf_config, config.dtype, "sdpa" if model._supports_sdpa else "eager")
-        else:
+        if not sink_attention.has_sinks(model):
             raise ConfigError(
                 f"model.attention={attention!r} is for decoders with sinks in causal attention, which "
                 f"{type(model).__name__} has not; leave model.attention to auto"
             )
+        sink_attention.check_dropout(model.config.attention_dropout)
     for module_name, module in model.named_modules():
         for key, buffer in module._buffers.items():
             # A router's correction bias: from_pretrained keeps it in fp32, from_config not in every version.
             if buffer is not None and is_kept_in_fp32(model, f"{module_name}.{key}", model.dtype):
                 module._buffers[key] = buffer.float()
-    freeze(model, config)
     return model.train(), model.config
 
 
@@ -63,26 +71,36 @@ def is_kept_in_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in model._get_dtype_plan(dtype))
 
 
-def _build(hf_config: Any, dtype: str, attention: str) -> Any:
+def _build(hf_config: Any, config: ModelConfig, attention: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, initialization
 
     try:
         with torch.device("meta"), initialization.meta_device_safe_creation_ops():
             return AutoModelForCausalLM.from_config(
-                hf_config, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False
+                hf_config,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=attention,
+                trust_remote_code=config.trust_remote_code,
             )
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # the code of a family raises what it likes
+        kind = type(hf_config).__name__
+        if config.attention == "auto":
+            reason = " ".join(str(error).split())[:300]
+            raise ModelSourceError(
+                f"transformers cannot build a model of {kind}: {reason or type(error).__name__}; correct "
+                "the config.json"
+            ) from error
         raise ConfigError(
-            f"model.attention={attention!r} cannot be used with {type(hf_config).__name__}: transformers "
-            "has no such attention for it; leave model.attention to auto"
+            f"model.attention={attention!r} cannot be used with {kind}: transformers has no such attention "
+            "for it; leave model.attention to auto"
         ) from error
 
 
 def read_hf_config(config: ModelConfig) -> Any:
     """The transformers configuration of a model that can be trained here; see `build_meta_model` for the
     errors."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     file = Path(config.path or config.config or "")
     if file.is_dir():
@@ -92,18 +110,19 @@ def read_hf_config(config: ModelConfig) -> Any:
             f"{file} does not exist; model.{'path' if config.path else 'config'} must be a local directory "
             "with a config.json (names on the hub are not looked up)"
         )
-    try:
-        hf_config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    trusted = config.trust_remote_code
+    try:  # modules are looked for beside the config.json of a directory
+        where = config.code_dir if config.code_dir and file.name == "config.json" else file
+        hf_config = AutoConfig.from_pretrained(str(where), local_files_only=True, trust_remote_code=trusted)
     except Exception as error:  # transformers raises whatever its many configuration classes do
+        if not trusted and (module := _own_module(file)) is not None:
+            raise ModelSourceError(
+                f"{file}: transformers does not have this architecture, and its directory brings code of its "
+                f"own ({module}); read that code, and set model.trust_remote_code to true if it may run"
+            ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ModelSourceError(f"{file} is no configuration that transformers can read: {reason}") from error
-    kind = type(hf_config).__name__
-    if hf_config.is_encoder_decoder or getattr(hf_config, "is_decoder", True) is False:
-        raise ModelSourceError(
-            f"{file}: {kind} is not a causal decoder; encoders and encoder-decoders cannot be trained"
-        )
-    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelSourceError(f"{file}: transformers has no causal language model for {kind}")
+    check_decoder(hf_config, trusted, str(file))
     if getattr(hf_config, "quantization_config", None) is not None:
         method = dict(hf_config.quantization_config).get("quant_method", "unknown")
         if method not in ("fp8", "mxfp4"):
@@ -116,6 +135,39 @@ def read_hf_config(config: ModelConfig) -> Any:
     if config.vocab_size is not None:
         _resize_vocabulary(hf_config, config.vocab_size, file)
     return hf_config
+
+
+def check_decoder(hf_config: Any, trust_remote_code: bool, where: str) -> None:
+    """Raises ModelSourceError, which begins with `where`: transformers makes no decoder for texts of this
+    configuration.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind, known = type(hf_config).__name__, MODEL_FOR_CAUSAL_LM_MAPPING
+    if hf_config.is_encoder_decoder or getattr(hf_config, "is_decoder", True) is False:
+        raise ModelSourceError(
+            f"{where}: {kind} is not a causal decoder; encoders and encoder-decoders cannot be trained"
+        )
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {}):
+        return
+    text_config = hf_config.get_text_config(decoder=True)
+    model_class: Any = known.get(type(hf_config), None)
+    of_text = getattr(model_class, "config_class", None) is type(text_config)
+    if text_config is not hf_config and not of_text:
+        remedy = "transformers has no causal language model for its texts alone"
+        if type(text_config) in known:
+            remedy = "save its text model alone and train that (docs/how-to/own-model.md shows how)"
+        raise ModelSourceError(f"{where}: {kind} is of a model for more than texts; {remedy}")
+    if model_class is None:
+        raise ModelSourceError(f"{where}: transformers has no causal language model for {kind}")
+
+
+def _own_module(file: Path) -> str | None:
+    """The module that a config.json names for its configuration; None: it names none."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        name = json.loads(file.read_text(encoding="utf-8"))["auto_map"]["AutoConfig"]
+        return f"{name.rpartition('.')[0]}.py"
+    return None
 
 
 def _resize_vocabulary(hf_config: Any, rows: int, file: Path) -> None:

@@ -1,8 +1,8 @@
 """Carves a transformers decoder into units.
 
 Nothing here goes by the model's name: the embedding, the layers and the output matrix are found through
-transformers' own accessors (`get_decoder`, `get_input_embeddings`, `get_output_embeddings`), and what lies
-outside is the head.
+`engine/model/decoder.py` and transformers' own accessors (`get_input_embeddings`, `get_output_embeddings`),
+and what lies outside is the head.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tierstream.engine.model.anatomy import Anatomy, find_anatomy
+from tierstream.engine.model.decoder import layers_of
 from tierstream.engine.update.groups import Groups, common_names, find_groups
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError, ModelSourceError
@@ -167,11 +168,9 @@ def find_units(
             some without elements.
         ConfigError: see `find_groups`; an expert is frozen in part.
     """
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    output, kind = model.get_output_embeddings(), type(model).__name__
+    layers, output, kind = layers_of(model), model.get_output_embeddings(), type(model).__name__
     known = model.get_input_embeddings() is not None and output is not None
-    if not isinstance(layers, nn.ModuleList) or not layers or not known:
+    if not layers or not known:
         raise ModelSourceError(
             f"{kind} is not a decoder with layers, input embedding and output head; it cannot be streamed"
         )
@@ -222,15 +221,15 @@ class _Packer:
         self._kind, self._apart = type(model).__name__, experts_apart
         self._active = getattr(model.config, "num_experts_per_tok", None)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        modules = (experts_of(layer) for layer in model.get_decoder().layers)
+        modules = (experts_of(layer) for layer in layers_of(model))
         stacks = [p for module in modules if module for p in module.parameters(recurse=False)]
         self._stacks = {id(p) for p in stacks}
         # A stack of vectors is a matrix by accident.
         vectors = {n for n, p in model.named_parameters() if p.dim() - (id(p) in self._stacks) < 2}
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self.groups = find_groups(trained, vectors, optimizer, self._kind)
-        fewest, active = min((len(p) for p in stacks), default=1), self._active or 1
-        if fewest < active:
+        fewest, active = min((len(p) for p in stacks), default=None), self._active or 1
+        if fewest is not None and fewest < active:
             raise ModelSourceError(
                 f"{self._kind}: a layer has {fewest} experts and each token goes to {active} of them "
                 "(num_experts_per_tok); correct the config.json"

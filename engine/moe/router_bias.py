@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstream.engine.model.decoder import layers_of
 from tierstream.engine.model.units import experts_of
 from tierstream.engine.moe.router_loss import count_choices
 from tierstream.io.errors import ConfigError
@@ -110,7 +111,7 @@ class _Load:
 def _routed(model: Any) -> list[tuple[nn.Module, nn.Module]]:
     """Of each layer that has both: the router whose bias can be moved, and the experts."""
     pairs = []
-    for layer in model.get_decoder().layers:
+    for layer in layers_of(model):
         experts = experts_of(layer)
         for module in layer.modules():
             bias = module._buffers.get(_NAME)

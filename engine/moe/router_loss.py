@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tierstream.engine.model.decoder import decoder_of, layers_of
 from tierstream.engine.model.units import experts_of
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.io.errors import ConfigError, InvariantError, ModelSourceError
@@ -188,8 +189,7 @@ def router_losses(moe: MoeConfig, model: Any) -> RouterLosses:
     """
     coefs = {"aux": aux_loss_coef(moe, model.config), "z": moe.z_loss_coef}
     choices = getattr(model.config, "num_experts_per_tok", None) or 0
-    layers = model.get_decoder().layers
-    found = choices and any(find_routers(model, layer) and experts_of(layer) for layer in layers)
+    found = choices and any(find_routers(model, layer) and experts_of(layer) for layer in layers_of(model))
     for name, coef in coefs.items():
         if coef and not found:
             raise ConfigError(
@@ -209,7 +209,7 @@ def aux_loss_coef(moe: MoeConfig, hf_config: Any) -> float:
 
 def explain_router_losses(moe: MoeConfig, model: Any) -> list[str]:
     """What a run says of them; nothing where a model has no experts."""
-    if not any(experts_of(layer) for layer in model.get_decoder().layers):
+    if not any(experts_of(layer) for layer in layers_of(model)):
         return []
     origin = "moe.aux_loss_coef" if moe.aux_loss_coef is not None else "the model's configuration"
     aux_coef = aux_loss_coef(moe, model.config)
@@ -228,8 +228,8 @@ def find_routers(model: Any, layer: nn.Module) -> list[tuple[nn.Module, int]]:
     """Modules of a layer that give router logits, and their place in the output, as transformers itself finds
     them: by what the model's class says can be recorded.
     """
-    decoder = model.get_decoder()
-    recorded = (decoder._can_record_outputs or {}).get("router_logits", [])
+    decoder = decoder_of(model)
+    recorded = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", [])
     specs = recorded if isinstance(recorded, list) else [recorded]
     names = {id(module): f".{name}." for name, module in decoder.named_modules()}
     return [
@@ -242,8 +242,7 @@ def find_routers(model: Any, layer: nn.Module) -> list[tuple[nn.Module, int]]:
 
 def draws_choices(model: Any) -> bool:
     """Whether a router draws random numbers in training; found by running it on `meta`."""
-    decoder = model.get_decoder()
-    for layer in decoder.layers:
+    for layer in layers_of(model):
         for router, _ in find_routers(model, layer):
             width = model.config.hidden_size
             tokens = torch.empty(1, 2, width, dtype=model.dtype, device="meta")

@@ -24,12 +24,12 @@ from tierstream.engine.data.stream import StreamedRows, open_stream
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import RunSummary, StepMetrics
-from tierstream.engine.model.anatomy import comparison_warning
 from tierstream.engine.model.units import units_of_run
 from tierstream.engine.moe.picture import expert_picture
 from tierstream.engine.moe.router_bias import saved_biases
 from tierstream.engine.moe.router_loss import explain_router_losses
 from tierstream.engine.moe.use import NO_COUNTS, ExpertStep
+from tierstream.engine.parity.gate import pass_gate
 from tierstream.engine.plan import page_warning
 from tierstream.engine.plan_report import describe_plan
 from tierstream.engine.run.callbacks import Callbacks
@@ -87,8 +87,9 @@ class Run:
     def open(cls, config: RunConfig, callbacks: Callbacks, parts: ExitStack) -> Run:
         """Everything before step 0; what is opened is closed by `parts`, last first."""
         run_dir = Path(config.run_dir)
+        verdict = pass_gate(config.model, callbacks.on_event)
         model, hf_config = assemble.build_model(config, parts)
-        check_packing(config.data, model)
+        check_packing(config.data, config.model.attention, verdict)
         identity = _RunIdentity(run_dir)
         resume, kept = config.checkpoint.resume, run_dir / "checkpoints"
         snapshot = checkpoint.find_resume(resume, kept, identity.read(), callbacks.on_event)
@@ -120,8 +121,7 @@ class Run:
         trace = Trace()
         store = assemble.build_store(config, layout, plan, tier, device, config.train.debug, trace)
         parts.callback(store.close)
-        compared = comparison_warning(hf_config.model_type)
-        for reason in filter(None, (compared, page_warning(config.tiers, plan), store.pageable_reason)):
+        for reason in filter(None, (page_warning(config.tiers, plan), store.pageable_reason)):
             callbacks.on_event(f"warning: {reason}")
         origin = start.fill(layout, store, device, tier.directory if tier else None, callbacks)
         runtime = assemble.build_runtime(

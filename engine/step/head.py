@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from tierstream.engine.model.anatomy import Anatomy, without_router_logits
 from tierstream.engine.model.binding import Binding
+from tierstream.engine.model.decoder import decoder_of
 
 #: Label of a position that is not trained on.
 IGNORED = -100
@@ -197,7 +198,7 @@ class ModelLogits:
 
     def __call__(self, normed: torch.Tensor) -> torch.Tensor:
         """[tokens, vocabulary] of `normed` [tokens, hidden_size]."""
-        decoder = self._model.get_decoder()
+        decoder = decoder_of(self._model)
         ids = torch.zeros(1, len(normed), dtype=torch.int64, device=normed.device)
         decoded = self._output(last_hidden_state=normed.unsqueeze(0))
         decoder.forward = lambda *args, **kwargs: decoded

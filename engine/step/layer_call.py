@@ -88,6 +88,8 @@ class LayerCall:
             leaves[at] = kind(found[-1])
         args, kwargs = tree_unflatten(leaves[: self._spec.num_leaves], self._spec)
         out = self._forward(*args, **kwargs)
+        if isinstance(out, tuple | list):  # what follows the hidden states nobody needs (`Anatomy.tuple_of`)
+            out = out[0]
         if not isinstance(out, torch.Tensor) or out.shape != hidden.shape:
             raise ModelSourceError(
                 "a layer returns something else than hidden states; this model cannot be streamed"

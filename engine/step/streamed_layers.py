@@ -28,6 +28,7 @@ class StreamedLayers:
         rows_per_chunk: rows that run through a layer at once.
         rows_dim: dimension of the layers' input in which they lie; None: all run at once.
         backward_from: the first layer that has a backward; those before it are frozen, as is what they get.
+        tuple_of: see `Anatomy`.
 
     Attributes:
         generating: a layer is called as it comes: a few tokens of a few rows, all at once and not compiled,
@@ -43,10 +44,11 @@ class StreamedLayers:
         rows_per_chunk: int,
         rows_dim: int | None,
         backward_from: int,
+        tuple_of: int | None = None,
     ) -> None:
         self._parts, self._streams, self._stash = parts, streams, stash
         self._rows_per_chunk = None if rows_dim is None else rows_per_chunk
-        self._rows_dim = rows_dim or 0
+        self._rows_dim, self._tuple_of = rows_dim or 0, tuple_of
         self._backward_from = backward_from
         # A layer may be trained whose input needs no gradient: without another no graph would be recorded.
         self._anchor = torch.zeros((), requires_grad=True)
@@ -57,23 +59,27 @@ class StreamedLayers:
     def _replaced(self, index: int, layer: Any) -> Any:
         forward = layer.forward
 
-        def shim(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def shim(*args: Any, **kwargs: Any) -> Any:
             if self.generating:
                 with self._weights(index, Choices()):
-                    output: torch.Tensor = type(layer).forward(layer, *args, **kwargs)
-                return output
+                    return type(layer).forward(layer, *args, **kwargs)
             call = LayerCall(index, forward, args, kwargs, self._rows_dim)
             hidden, call.hidden = call.hidden, None
-            trains = torch.is_grad_enabled()
-            if trains and index >= self._backward_from:
-                return call.finish(_StreamedLayer.apply(self, call, self._anchor, hidden, *call.extras))
-            with torch.no_grad():
-                results = self._results(call, hidden)
-            if trains:
-                self._tell_idle(index)
-            return call.finish(results)
+            made = self._made(index, call, hidden)
+            return made if self._tuple_of is None else (made, *[None] * (self._tuple_of - 1))
 
         return shim
+
+    def _made(self, index: int, call: LayerCall, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's hidden states, with a graph where it has a backward."""
+        trains = torch.is_grad_enabled()
+        if trains and index >= self._backward_from:
+            return call.finish(_StreamedLayer.apply(self, call, self._anchor, hidden, *call.extras))
+        with torch.no_grad():
+            results = self._results(call, hidden)
+        if trains:
+            self._tell_idle(index)
+        return call.finish(results)
 
     def forward(self, call: LayerCall, hidden: torch.Tensor) -> list[torch.Tensor]:
         self._stash.put(call.layer, hidden)

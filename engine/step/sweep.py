@@ -19,6 +19,7 @@ from tierstream.engine.device.device import Device
 from tierstream.engine.device.upload import StepPlan, Uploader
 from tierstream.engine.model.anatomy import without_router_logits
 from tierstream.engine.model.binding import Binding
+from tierstream.engine.model.decoder import decoder_of, layers_of
 from tierstream.engine.model.units import ModelUnits, experts_of
 from tierstream.engine.moe.cache import ExpertCache
 from tierstream.engine.moe.experts import StreamedExperts
@@ -65,7 +66,7 @@ class Sweep:
         router_losses: RouterLosses,
     ) -> None:
         self._units, self._uploader, self._gradients, self._stash = units, uploader, gradients, stash
-        self._router_losses, self._decoder = router_losses, model.get_decoder()
+        self._router_losses, self._decoder = router_losses, decoder_of(model)
         self._options = without_router_logits(model.config)
         names = inspect.signature(type(self._decoder).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in transformers 5
@@ -85,13 +86,13 @@ class Sweep:
         self._parts = self._part_layers(model, cache)
         self._layers = StreamedLayers(
             self._parts, self._streams, stash, rows_per_chunk=rows_per_chunk, rows_dim=anatomy.rows_dim,
-            backward_from=units.backward_from,
+            backward_from=units.backward_from, tuple_of=anatomy.tuple_of,
         )  # fmt: skip
 
     def _part_layers(self, model: Any, cache: ExpertCache | None) -> list[LayerParts]:
         units, parts = self._units, []
         before: StreamedExperts | None = None
-        for index, layer in enumerate(self._decoder.layers):
+        for index, layer in enumerate(layers_of(model)):
             experts = None
             if units.experts[index]:
                 module = experts_of(layer)

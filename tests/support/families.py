@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import transformers
 
+from tierstream.engine.parity.twin import randomise
+
 #: Sizes that all have: no tensor is a multiple of a page; grouped_mm wants rows of 16 bytes in bf16.
 _COMMON = {
     "vocab_size": 259, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -161,27 +163,11 @@ def moe_config(family: str, **other: Any) -> Any:
     return family_config(family, **other)
 
 
-def random_weights(model: Any, seed: int = 1) -> Any:
-    """Fills parameters and persistent buffers, each of its own size and type; returns the model."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            values = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() >= 2 and not name.endswith("_bias"):
-                parameter.copy_(values * 0.6 / max(parameter.shape[-1], 4) ** 0.5)
-            else:
-                parameter.add_(values * 0.1)
-        stored = model.state_dict()
-        for name, buffer in sorted(model.named_buffers()):
-            if name in stored:
-                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
-    return model
-
-
 def save_family(
     path: Path, family: str, dtype: torch.dtype = torch.bfloat16, shard: str = "5GB", **sizes: Any
 ) -> None:
     """A model directory with random weights."""
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(family_config(family, **sizes), dtype=dtype)
-    random_weights(model).save_pretrained(path, max_shard_size=shard)
+    randomise(model)
+    model.save_pretrained(path, max_shard_size=shard)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from support import families
 from support.stores import drives_in
 
 from tierstream.engine.byte_size import ByteSize
@@ -24,6 +23,7 @@ from tierstream.engine.model.frozen import freeze
 from tierstream.engine.model.meta_model import materialise_buffers
 from tierstream.engine.model.units import ModelUnits, units_of_run
 from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.parity.twin import randomise
 from tierstream.engine.plan import Plan, TiersConfig, make_plan
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.runtime import Runtime, StepOutcome
@@ -65,7 +65,9 @@ def reference_model(config: Any, dtype: torch.dtype, attention: str = "sdpa") ->
     build = partial(transformers.AutoModelForCausalLM.from_config, config, attn_implementation=attention)
     torch.manual_seed(11)
     if config.model_type not in _CONFIGS:
-        return families.random_weights(build(dtype=dtype)).train()
+        model = build(dtype=dtype)
+        randomise(model)
+        return model.train()
     model, values = build(dtype=dtype), build(dtype=torch.float32)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), values.parameters(), strict=True):

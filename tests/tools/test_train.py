@@ -26,6 +26,7 @@ OPTIONS = """\
 --model.train-only TEXT ...|null null
 --model.dtype {bfloat16,float32} bfloat16
 --model.attention {auto,sdpa,eager,sinks} auto
+--model.trust-remote-code {true,false} false
 --data.files TEXT ... (required)
 --data.format {auto,text,prompt,alpaca,sharegpt,messages} auto
 --data.text-field TEXT text

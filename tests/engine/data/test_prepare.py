@@ -10,18 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from support.families import moe_config
 from support.rig import tiny_config
 from support.runs import make_run
-from transformers import AutoModelForCausalLM
 
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.prepare import check_packing, open_data, position_warning, tokenizer_directory
 from tierstream.engine.data.rows import Rows
 from tierstream.engine.data.tokenizer import load_tokenizer
-from tierstream.engine.model import sink_attention
 from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.parity.verdict import Check, Verdict
 from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import ConfigError, DataError
@@ -143,26 +140,17 @@ def test_configuration_module_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def on_meta(family: str, attention: str) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(moe_config(family), attn_implementation=attention)
-
-
-@pytest.mark.parametrize(
-    ("family", "attention", "said"),
-    [
-        ("qwen3_next", "eager", r"layers of Qwen3NextForCausalLM \(linear_attention\) carry .*packing: none"),
-        ("gpt_oss", "eager", r"model\.attention is eager, .* leave model\.attention to auto, or use data\.p"),
-    ],
-)
-def test_documents_that_would_see_each_other_are_refused(family: str, attention: str, said: str) -> None:
-    model = on_meta(family, attention)
-    with pytest.raises(ConfigError, match=rf"data\.packing is auto.* {said}"):
-        check_packing(DataConfig(files=["a"]), model)
-    check_packing(DataConfig(files=["a"], packing="none"), model)
-    check_packing(DataConfig(files=["a"], isolate_documents=False), model)
-    sink_attention.register()
-    check_packing(DataConfig(files=["a"]), on_meta("gpt_oss", sink_attention.NAME))
+def test_models_that_mix_the_documents_of_a_row_are_refused() -> None:
+    data = DataConfig(files=["a"])
+    check_packing(data, "auto", Verdict("Model", (Check("packing", True, "they do not see each other"),)))
+    recurrent = Verdict("Model", (Check("packing", False, "they see each other"),))
+    said = r"packing is auto, and Model does not keep .*\(they see each other\); use data\.packing: none"
+    with pytest.raises(ConfigError, match=said):
+        check_packing(data, "auto", recurrent)
+    check_packing(DataConfig(files=["a"], packing="none"), "auto", recurrent)
+    check_packing(DataConfig(files=["a"], isolate_documents=False), "auto", recurrent)
+    with pytest.raises(ConfigError, match=r"leave model\.attention \(eager\) to auto, or use data"):
+        check_packing(data, "eager", recurrent)
 
 
 def test_rows_longer_than_the_positions_of_the_model_are_told(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import initialization
 
 from tierstream.engine.measure.resident import replace_parameters
-from tierstream.engine.model.anatomy import COMPARED, comparison_warning, find_anatomy
+from tierstream.engine.model.anatomy import find_anatomy
+from tierstream.engine.model.decoder import layers_of
 from tierstream.engine.model.meta_model import materialise_buffers
 from tierstream.engine.model.units import find_units
 from tierstream.engine.moe.router_loss import draws_choices
@@ -84,11 +85,17 @@ def _in_tuples(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
     return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
-def test_layers_that_return_more_than_hidden_states() -> None:
+def test_layers_that_return_tuples() -> None:
     model = meta(family_config("llama"))
     model.model.__class__ = type("InTuples", (type(model.model),), {"forward": _in_tuples})
-    with pytest.raises(ModelSourceError, match="does not hand what a layer returns on to the next"):
-        find_units(model)
+    assert find_anatomy(meta(family_config("llama"))).tuple_of is None
+    assert find_anatomy(model).tuple_of == 1
+
+
+def test_layers_under_another_name() -> None:
+    model = meta(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64))
+    assert layers_of(model) is model.transformer.h
+    assert find_anatomy(model).tables == ("transformer.wte", "transformer.wpe")
 
 
 def test_weights_that_tokens_do_not_need() -> None:
@@ -111,9 +118,3 @@ def test_buffers_beside_a_matrix_leave_it_alone(family: str) -> None:
     scale = reference.model.embed_tokens.embed_scale
     assert torch.equal(model.model.embed_tokens.embed_scale, scale)
     assert scale.item() == pytest.approx(40**0.5, rel=1e-2)
-
-
-def test_who_was_never_compared_is_warned() -> None:
-    assert {family_config(family).model_type for family in FAMILIES} == COMPARED
-    assert comparison_warning("llama") is None
-    assert "type granite can be streamed" in str(comparison_warning("granite"))

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.exports import stored
-from support.families import moe_config, random_weights
+from support.families import moe_config
 from support.models import Flat, different, edit_json, rewrite
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -21,6 +21,7 @@ from tierstream.engine.export.export import export_model
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_meta_model
 from tierstream.engine.model.units import find_units
+from tierstream.engine.parity.twin import randomise
 from tierstream.engine.weights.mxfp4 import dequantise
 from tierstream.engine.weights.safetensors_dir import open_checkpoint
 from tierstream.engine.weights.source import LoadPlan, load_weights, plan_load
@@ -39,7 +40,8 @@ def quantised(path: Path, hidden_size: int = 64, **other: int) -> Path:
     config = moe_config("gpt_oss", **{"hidden_size": hidden_size, "intermediate_size": 96, **other})
     torch.manual_seed(2)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    random_weights(model).save_pretrained(path)
+    randomise(model)
+    model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     random = np.random.default_rng(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

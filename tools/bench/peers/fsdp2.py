@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from tierstream.engine.model.decoder import layers_of
 from tierstream.engine.model.units import find_units
 from tierstream.engine.step.batch import Batch
 from tierstream.tools.bench.peers import Job
@@ -29,7 +30,7 @@ def build(job: Job) -> Training:
     )
     offload = CPUOffloadPolicy(pin_memory=on_gpu)
     mesh = init_device_mesh(device.type, (1,))
-    for module in (*model.get_decoder().layers, model):
+    for module in (*layers_of(model), model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
     optimizer = job.optimizer
     adamw = {
