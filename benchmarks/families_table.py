@@ -115,9 +115,9 @@ def page(verdicts: dict[str, Verdict]) -> Iterator[str]:
 # Families
 
 Every causal language model of {versions}, and what `tierstream check-model`
-says of its default configuration on a CPU, in fp32 and in bf16: of {len(verdicts)} rows {bind} bind, {train} train.
-[Your own model](how-to/own-model.md) says what the columns mean. A family that is not packing safe trains
-with one document a row.
+says of its default configuration on a CPU, in fp32 and in bf16: of {len(verdicts)} rows {bind} bind,
+{train} train. [Your own model](how-to/own-model.md) says what the columns mean. A family that is not
+packing safe trains with one document a row.
 
 Made by `python benchmarks/families_table.py`.
 
