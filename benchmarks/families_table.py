@@ -26,9 +26,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 _SECONDS = 200
 #: What default configurations leave out, or leave off.
 _LACKING: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"n_group": 1, "topk_group": 1},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "doge": {"is_moe": False},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},

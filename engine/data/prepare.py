@@ -120,8 +120,8 @@ def check_packing(data: DataConfig, attention: str, verdict: Verdict) -> None:
     other = "" if attention == "auto" else f"leave model.attention ({attention}) to auto, or "
     raise ConfigError(
         f"data.packing is {data.packing}, and {verdict.model} does not keep documents of a row apart "
-        f"({verdict.found('packing')}); {other}use data.packing: none, so that each begins a row (data.too_long "
-        "says what becomes of long ones), or data.isolate_documents: false"
+        f"({verdict.found('packing')}); {other}use data.packing: none, so that each begins a row "
+        "(data.too_long says what becomes of long ones), or data.isolate_documents: false"
     )
 
 
