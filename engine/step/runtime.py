@@ -154,8 +154,7 @@ class Runtime:
         self._idle.expect_all_idle()
         self._follow_idle()
         self._pending: Verdict | None = None
-        #: of the step under way, for updates during its backward
-        self._unconditional = unconditional(config, applied_updates, total_updates)
+        self._unconditional = unconditional(config, applied_updates, total_updates)  # of the step under way
         self._device_is_stale = True
 
     def _gradient_buffers(self, memory: DeviceMemory) -> GradientBuffers:
