@@ -141,7 +141,7 @@ class Streamed:
         """Loss and gradients."""
         torch.manual_seed(_SEED)
         outcome = self.runtime.step(batch)
-        self.runtime.wait_gradients()
+        self.runtime._gradients.wait_stored()
         return outcome.loss, self.tensors("grad")
 
     def export(self, folder: Path) -> dict[str, torch.Tensor]:

@@ -233,10 +233,6 @@ class Runtime:
             self._update_resident(pending)
         self.updates.queue.finish()
 
-    def wait_gradients(self) -> None:
-        """Until those of the latest step are in their planes: for who reads them there."""
-        self._gradients.wait_stored()
-
     def planes_changed(self) -> None:
         """Someone else has written planes of the store since the last `flush`."""
         self._state.invalidate()
