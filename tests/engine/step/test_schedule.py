@@ -31,6 +31,7 @@ def test_in_backward_the_store_knows_which_experts_have_tokens(
         for batch in batches(3, rows=1, seq_len=4):
             store.events.clear()
             run.train([batch])
+            run.runtime._gradients.wait_stored()
             layers = [parts.experts for parts in run.runtime._sweep._parts if parts.experts is not None]
             busy = {name for layer in layers for name in layer.hit}
             _, second = (at for at, event in enumerate(store.events) if isinstance(event, Begin))
