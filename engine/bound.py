@@ -26,7 +26,7 @@ class Rates:
         device_memory: read and written, of the device that computes.
         launch_s: of one operation of torch, on the host.
         host_copy: of a copy within host memory, by one thread.
-        page_s: what Python takes for the use of a page, all threads together.
+        page_s: what Python takes for the use of a page. wake_s: what a thread takes to wake up another.
     """
 
     flop_per_s: float
@@ -37,6 +37,7 @@ class Rates:
     launch_s: float = 0.0
     host_copy: float = math.inf
     page_s: float = 0.0
+    wake_s: float = 0.0
     nvme_read: float | None = None
     nvme_write: float | None = None
     nvme_read_mixed: float | None = None

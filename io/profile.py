@@ -67,8 +67,8 @@ class MachineProfile:
             once ("both").
         update: AdamW with the split master, parameters per second, by number of threads.
         compute: FLOP per second of a large matrix product, by dtype.
-        host: "bytes" of memory, "cores", bytes per second of a "copy" by one thread, and the seconds of
-            Python that the use of a page takes ("page_s").
+        host: "bytes" of memory, "cores", bytes per second of a "copy" by one thread, the seconds of Python
+            that the use of a page takes ("page_s") and those in which a thread wakes another ("wake_s").
         device: of the GPU, or of the CPU where there is none: "bytes" of its memory, bytes per second of
             "memory", and the seconds of one operation of torch ("launch_s").
     """

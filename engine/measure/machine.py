@@ -12,7 +12,7 @@ import torch
 
 from tierstream.engine.bound import Rates
 from tierstream.engine.device.device import Device
-from tierstream.engine.measure import adam_rates, compute_rates, copy_rates
+from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, step_rates
 from tierstream.engine.plan import TiersConfig
 from tierstream.io import probes
 from tierstream.io.backend import DEFAULT_QUEUE_DEPTH, DEFAULT_TASK_BYTES, DEFAULT_THREADS, resolve_backend
@@ -147,6 +147,24 @@ def machine_rates(
         nvme_write=write,
         nvme_read_mixed=mixed and mixed / 2,
         nvme_write_mixed=mixed and mixed / 2,
+    )
+
+
+def with_step_rates(rates: Rates, profile: MachineProfile, device: Device) -> Rates:
+    """With what a step takes beside that which bounds it."""
+    same_cpu = profile.cpu == probes.cpu_model()
+    same_device = same_cpu if not device.is_cuda else profile.gpu == device_name(device)
+    host = (profile.host if same_cpu else None) or step_rates.host_figures()
+    own = (profile.device if same_device else None) or step_rates.device_figures(device)
+    copy = (profile.copy if same_device else None) or copy_rates.quick_rates(device) if device.is_cuda else {}
+    return replace(
+        rates,
+        download=copy.get("download"),
+        device_memory=own["memory"],
+        launch_s=own["launch_s"],
+        host_copy=host["copy"],
+        page_s=host["page_s"],
+        wake_s=host["wake_s"],
     )
 
 

@@ -93,10 +93,14 @@ class Clock:
 
 
 class Changes:
-    """Wakes those who wait for a condition whenever it may have come true."""
+    """Wakes threads that wait for a condition whenever it may have come true.
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    Args:
+        wake_s: what a thread takes to wake up.
+    """
+
+    def __init__(self, clock: Clock, wake_s: float) -> None:
+        self._clock, self._wake_s = clock, wake_s
         self._next: Moment | None = None
 
     def tell(self) -> None:
@@ -109,6 +113,7 @@ class Changes:
         if self._next is None:
             self._next = self._clock.moment()
         yield self._next
+        yield self._wake_s
 
     def wait_for(self, condition: Callable[[], object]) -> Steps[None]:
         while not condition():

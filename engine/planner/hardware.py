@@ -113,7 +113,8 @@ class Hardware:
         self.store = SimulatedStore(
             clock, case.layout, self.drives, POLICIES[case.config.tiers.policy], dram_bytes=plan.dram_bytes,
             prefetch_bytes=plan.prefetch_bytes, writeback_bytes=plan.writeback_bytes,
-            interpreter=self.interpreter, page_s=rates.page_s * pages_per_page, watch=self.notes.moved,
+            interpreter=self.interpreter, page_s=rates.page_s * pages_per_page, wake_s=rates.wake_s,
+            watch=self.notes.moved,
         )  # fmt: skip
 
     def past(self) -> Moment:

@@ -134,7 +134,7 @@ class ExpertUploads:
         self._hardware = hardware
         self._copies = PageCopies(hardware, layout, gate, Track.EXPERT_UPLOADER, Track.EXPERTS)
         self.slots = ExpertSlots([_Times() for _ in range(slots)], is_behind)
-        self._changes = Changes(hardware.clock)
+        self._changes = Changes(hardware.clock, hardware.rates.wake_s)
         hardware.clock.start(self._run())
 
     def forget(self) -> None:
@@ -194,7 +194,7 @@ class Downloads:
         self._lane: Lane = hardware.down.lane()
         self._credits = Credits(hardware.clock, IN_FLIGHT_PAGES)
         self._queue: deque[_Download] = deque()
-        self._changes = Changes(hardware.clock)
+        self._changes = Changes(hardware.clock, hardware.rates.wake_s)
         hardware.clock.start(self._run())
 
     def submit(

@@ -49,21 +49,22 @@ class Machine:
 
         from tierstream.engine import assemble
         from tierstream.engine.device.device import Device
-        from tierstream.engine.measure.machine import known_drives, load_profile, machine_rates
+        from tierstream.engine.measure import machine
         from tierstream.io import probes
         from tierstream.io.memory import memory_budget
 
-        profile, device = load_profile(config.tiers), Device(config.train.device)
-        drives = known_drives(config.tiers, profile)
+        profile, device = machine.load_profile(config.tiers), Device(config.train.device)
+        drives = machine.known_drives(config.tiers, profile)
         dtype = getattr(torch, config.model.dtype)
         threads = assemble.update_threads(config)
+        rates = machine.machine_rates(profile, drives, device, dtype, threads)
         return cls(
             name=probes.cpu_model() or "this machine",
             host_bytes=memory_budget().available_bytes,
             gpu_bytes=torch.cuda.mem_get_info(device.torch_device)[1] if device.is_cuda else None,
             cores=len(os.sched_getaffinity(0)),
             drives=drive_rates(drives, config.tiers.throttle.limits),
-            rates=machine_rates(profile, drives, device, dtype, threads),
+            rates=machine.with_step_rates(rates, profile, device),
         )
 
     @classmethod
@@ -106,6 +107,7 @@ class Machine:
                 launch_s=device["launch_s"],
                 host_copy=host["copy"],
                 page_s=host["page_s"],
+                wake_s=host["wake_s"],
             ),
         )
 

@@ -63,7 +63,7 @@ class SimulatedStore:
         drives: none where DRAM is home to every page.
         policy: ranks the pages to evict.
         interpreter: where the Python of page uses and transfers runs.
-        page_s: what that takes for a page.
+        page_s: what that takes for a page. wake_s: what a thread takes to wake up.
         watch: is told of each transfer's direction, page, bytes, begin and end.
     """
 
@@ -79,17 +79,20 @@ class SimulatedStore:
         writeback_bytes: int,
         interpreter: Lane,
         page_s: float,
+        wake_s: float,
         watch: Callable[[Direction, Page, int, float, float], None],
     ) -> None:
-        self._clock, self._interpreter, self._page_s, self._watch = clock, interpreter, page_s, watch
+        self._clock, self._interpreter, self._watch = clock, interpreter, watch
+        self._page_s, self._wake_s = page_s, wake_s
         self._drives = drives
         self.stats = StoreStats()
         pages = {page: layout.page_nbytes(page) for key in layout.planes for page in layout.pages(*key)}
         self._drive_of = _spread(drives, pages) if drives else {}
         frames = min(dram_bytes // layout.page_bytes, len(pages)) if drives else len(pages)
+        pool = _Frames(frames)
         self._cache = Cache(
             layout,
-            _Frames(frames),
+            pool,
             policy if drives else None,
             prefetch_bytes=prefetch_bytes,
             writeback_bytes=writeback_bytes,
@@ -99,7 +102,10 @@ class SimulatedStore:
         )
         for key, spec in layout.planes.items():
             for page in layout.pages(*key) if spec.durable else ():
-                self._cache.entry(page).stored = True
+                entry = self._cache.entry(page)
+                entry.stored = True
+                if not drives and pool.take(page) is not None:
+                    entry.bind(_EMPTY, filling=False)
 
     def begin_step(self, schedule: Sequence[Page], following: Sequence[Page]) -> None:
         if self._drives:
@@ -119,6 +125,7 @@ class SimulatedStore:
                 if lease.error is not None:
                     raise lease.error
                 yield waking.moment
+                yield self._wake_s
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -135,7 +142,10 @@ class SimulatedStore:
         def begun() -> None:
             self._drive_of[entry.page].move(direction, entry.nbytes).then(ended)
 
-        self._interpreter.enqueue(self._page_s).then(begun)
+        def woken() -> None:  # the thread that starts transfers
+            self._interpreter.enqueue(self._page_s).then(begun)
+
+        self._clock.after(self._wake_s, woken)
 
 
 def _spread(drives: Sequence[SimulatedDrive], pages: Mapping[Page, int]) -> dict[Page, SimulatedDrive]:

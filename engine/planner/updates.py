@@ -29,7 +29,7 @@ class Updates:
         self._layout, self._config = case.layout, case.config.optimizer
         self.order = UpdateOrder(self._script.granules.own)
         self._verdict: Verdict = unconditional(self._config, 0, 1)
-        self._work, self._progress = Changes(hardware.clock), Changes(hardware.clock)
+        self._work, self._progress = (Changes(hardware.clock, hardware.rates.wake_s) for _ in range(2))
         self._on_device = Credits(hardware.clock, DEVICE_GRANULES)
         if self._script.streamed and case.plan.cpu_updates:
             for track in _CPU_WORKERS:

@@ -71,7 +71,7 @@ def _with_processors(profile: MachineProfile) -> MachineProfile:
     import torch
 
     from tierstream.engine.device.device import Device
-    from tierstream.engine.measure import adam_rates, compute_rates, copy_rates
+    from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, step_rates
     from tierstream.engine.measure.machine import compute_key, device_name
 
     threads = adam_rates.thread_counts(len(os.sched_getaffinity(0)))
@@ -86,6 +86,8 @@ def _with_processors(profile: MachineProfile) -> MachineProfile:
                 for dtype in (torch.bfloat16, torch.float32)
             },
             copy=copy_rates.quick_rates(device) if device.is_cuda else {},
+            host=step_rates.host_figures(),
+            device=step_rates.device_figures(device),
         )
     finally:
         device.close()
@@ -95,4 +97,10 @@ def _print(profile: MachineProfile) -> None:
     rows = [(f"AdamW, {n} threads", count(rate, " ") + "param/s") for n, rate in profile.update.items()]
     rows += [(f"matrix product, {what}", count(n, " ") + "FLOP/s") for what, n in profile.compute.items()]
     rows += [(f"copies, {what}", f"{rate / 1e9:.1f} GB/s") for what, rate in profile.copy.items()]
+    rows += [
+        ("Python for a page", f"{1e6 * profile.host['page_s']:.0f} us"),
+        ("copies in host memory, 1 thread", f"{profile.host['copy'] / 1e9:.1f} GB/s"),
+        ("memory of the device", f"{profile.device['memory'] / 1e9:.0f} GB/s"),
+        ("launch of an operation", f"{1e6 * profile.device['launch_s']:.1f} us"),
+    ]
     open_console(sys.stdout).print(table("Processors", ("what", "rate"), rows))

@@ -13,7 +13,8 @@ from support.drive_kinds import small_ext4
 from support.faults import Call, FaultySyscalls
 from support.storage_bench import TINY, StorageBench, rows, unexpected
 
-from tierstream.engine.measure import adam_rates, compute_rates, copy_rates
+from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, step_rates
+from tierstream.engine.planner.machine import Machine
 from tierstream.io import probes, seam
 from tierstream.io.drive_rates import Tuning
 from tierstream.io.profile import MachineProfile, drive_identity
@@ -29,6 +30,10 @@ def known_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         copy_rates, "quick_rates", lambda device: {"upload": 13.0, "download": 13.0, "both": 13.0}
     )
+    host = {"bytes": 1 << 33, "cores": 2, "copy": 5e9, "page_s": 5e-5, "wake_s": 2e-5}
+    own = {"bytes": 1 << 33, "memory": 1e10, "launch_s": 1e-5}
+    monkeypatch.setattr(step_rates, "host_figures", lambda: host)
+    monkeypatch.setattr(step_rates, "device_figures", lambda device: own)
 
 
 def test_a_profile_has_every_section(bench: StorageBench, direct: Path, tmp_path: Path) -> None:
@@ -102,6 +107,10 @@ def test_processors_alone_leave_the_drives_as_they_were(
     assert set(after.update.values()) == {12.0 * int(threads) for threads in after.update}
     assert set(after.compute.values()) == {11.0}
     assert "AdamW, 1 threads" in out
+    assert "Python for a page" in out
+    machine = Machine.from_profile(file)
+    assert (machine.gpu_bytes, machine.cores, machine.rates.page_s) == (None, 2, 5e-5)
+    assert [drive.directory for drive in machine.drives] == [str(direct)]
     # And a run of `bench storage` leaves the processors.
     assert bench.run("storage", direct, *TINY, "--profile", file)[0] == 0
     assert MachineProfile.load(file).update == after.update
