@@ -303,6 +303,9 @@ class PlanReport:
     logits_bytes: int = 0
     """Logits, their gradient and what lies between, of one chunk of tokens: beside the bytes of `gpu`, for a
     part of each step."""
+    extras_bytes: int = 0
+    """What layers are given beside the hidden states (inputs of their own, keys and values that they share),
+    and its gradients: beside the bytes of `gpu`, from forward to backward."""
     bound_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each resource needs for one step: the largest is the bound. Empty: not measured."""
     drives: tuple[DrivePlan, ...] = ()

@@ -17,7 +17,7 @@ from tierstream.engine.plan import Plan
 from tierstream.engine.step.head import logits_nbytes
 from tierstream.engine.step.runtime import Runtime
 from tierstream.io.profile import MachineProfile
-from tierstream.tiered.layout import Layout, Unit
+from tierstream.tiered.layout import ITEM_BYTES, Layout, Unit
 
 
 def describe_plan(
@@ -70,6 +70,7 @@ def describe_plan(
         tiers=tuple(tiers),
         frozen_parameters=plan.frozen_parameters,
         logits_bytes=_logits_nbytes(config, plan, runtime),
+        extras_bytes=_extras_nbytes(units, plan),
         bound_s=bound.seconds,
         drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
         written_bytes_per_step=bound.nvme_written_bytes,
@@ -85,6 +86,11 @@ def _logits_nbytes(config: RunConfig, plan: Plan, runtime: Runtime) -> int:
     model = runtime.model
     tokens = min(plan.tokens_per_step, config.train.loss_chunk(model.config.vocab_size))
     return logits_nbytes(model.get_output_embeddings(), tokens, config.train.z_loss_coef)
+
+
+def _extras_nbytes(units: ModelUnits, plan: Plan) -> int:
+    """Values and gradients."""
+    return 2 * units.anatomy.extras_width * plan.tokens_per_step * ITEM_BYTES[units.embed.dtype]
 
 
 def _weights_nbytes(units: ModelUnits, layout: Layout, plan: Plan, *, rows: int) -> int:

@@ -58,6 +58,8 @@ def print_plan(console: Console, plan: PlanReport) -> None:
     console.print(table("Plan", ("tier", "holds", "bytes", "of"), rows, text_columns=2))
     if plan.logits_bytes:
         console.print(f"the loss takes up to {format_bytes(plan.logits_bytes)} for logits, beside gpu above")
+    if plan.extras_bytes:
+        console.print(f"what layers share takes up to {format_bytes(plan.extras_bytes)}, beside gpu above")
     for drive in plan.drives:
         console.print(_drive_line(drive), soft_wrap=True)
     if plan.written_bytes_per_step:

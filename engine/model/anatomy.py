@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from tierstream.engine.model.decoder import decoder_of, layers_of
 from tierstream.engine.model.lookups import Lookups, check_lookup
@@ -37,6 +39,8 @@ class Anatomy:
         boundary_width: elements of the layers' input per token.
         tuple_of: length of the tuple that layers return, of which the first are the hidden states and nobody
             needs the rest; None: they return the hidden states alone.
+        extras_width: elements per token of what else layers have gradients for, all of them together: inputs
+            of their own, keys and values that they share.
     """
 
     tables: tuple[str, ...]
@@ -46,6 +50,7 @@ class Anatomy:
     rows_dim: int | None
     boundary_width: int
     tuple_of: int | None
+    extras_width: int
 
 
 def find_anatomy(model: Any) -> Anatomy:
@@ -71,6 +76,7 @@ def find_anatomy(model: Any) -> Anatomy:
         rows_dim=_rows_dim(one, more),
         boundary_width=one.boundary.numel() // (_ROWS * _TOKENS),
         tuple_of=one.tuple_of,
+        extras_width=sum(shape.numel() for shape in one.extras) // (_ROWS * _TOKENS),
     )
 
 
@@ -110,7 +116,7 @@ class _Run:
         }
         self.tables: list[str] = []
         self.boundary, self.extras = torch.Size(), list[torch.Size]()
-        self._called = list[int]()
+        self._called, self._shared = list[int](), list[MutableMapping[Any, Any]]()
         taken, given, calls = dict[str, Any](), dict[str, Any](), Counter[str]()
 
         def note(_: Any, inputs: tuple[Any, ...], output: Any, *, name: str) -> None:
@@ -130,6 +136,7 @@ class _Run:
             raise
         except Exception as error:  # whatever the code of a family does where values decide
             raise self._error(f"does not run on meta ({' '.join(str(error).split())[:200]})") from error
+        self.extras += [tensor.shape for tensor in self._handed_on()]
         if self._called != list(range(len(layers_of(model)))):
             raise self._error("does not call its layers once each, one after another")
         owning = [name for name, module in _beside_layers(model) if module._parameters]
@@ -149,10 +156,10 @@ class _Run:
         """A copy that may be changed: of the layers no more than what can be asked of them."""
         layers = [copy.copy(layer) for layer in layers_of(model)]
         for index, layer in enumerate(layers):
-            layer.forward = partial(self._layer, index)
+            layer.forward = partial(self._layer, index, partial(type(layer).forward, layer))
         return copy.deepcopy(model, {id(layers_of(model)): nn.ModuleList(layers)})
 
-    def _layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
+    def _layer(self, index: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, *others = args or (kwargs["hidden_states"],)
         if not isinstance(hidden, torch.Tensor) or (self._called and hidden.shape != self.boundary):
             raise self._error("does not hand what a layer returns on to the next one as it is")
@@ -163,7 +170,15 @@ class _Run:
             for tensor in (*others, *kwargs.values())
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor is not hidden
         ]
+        if shared := [value for value in kwargs.values() if isinstance(value, MutableMapping)]:
+            forward(*args, **kwargs)  # what layers hand on in a mapping, they alone know
+            self._shared += [mapping for mapping in shared if all(mapping is not own for own in self._shared)]
         return hidden if self.tuple_of is None else (hidden, *[None] * (self.tuple_of - 1))
+
+    def _handed_on(self) -> list[torch.Tensor]:
+        """In mappings, from layers to later ones."""
+        leaves = tree_leaves([dict(mapping) for mapping in self._shared])
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _look_up(self, ids: torch.Tensor, matrix: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         name = self._owners.get(id(matrix))

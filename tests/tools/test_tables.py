@@ -22,6 +22,7 @@ PLAN = PlanReport(
         TierPlan(tier="dram", holds="512 pages", used_bytes=8 * GIB, limit_bytes=24 * GIB),
     ),
     logits_bytes=3 * GIB,
+    extras_bytes=5 * GIB,
     bound_s={"compute": 3.1, "nvme": 4.56, "update": 0.3},
     drives=(
         DrivePlan(
@@ -84,6 +85,7 @@ Plan
  dram   512 pages                             8.00 GiB   24.00 GiB
 
 the loss takes up to 3.00 GiB for logits, beside gpu above
+what layers share takes up to 5.00 GiB, beside gpu above
 /mnt/nvme0: posix-direct, 75 % of the state, 4 threads, blocks of 4.00 MiB; 6.00 GB/s read; \
 3.25 GB/s written; 4.00 GB/s both at once
 /mnt/nvme1: posix-buffered (no O_DIRECT), 25 % of the state, 8 threads, blocks of 1.00 MiB

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support.families import FAMILIES, MOE_FAMILIES, family_config
+from support.rig import Setup, batches, rig
 from torch import nn
 from transformers import initialization
 
@@ -17,6 +18,7 @@ from tierstream.engine.model.decoder import layers_of
 from tierstream.engine.model.meta_model import materialise_buffers
 from tierstream.engine.model.units import find_units
 from tierstream.engine.moe.router_loss import draws_choices
+from tierstream.engine.step.layer_call import LayerCall
 from tierstream.io.errors import ModelSourceError
 
 
@@ -34,6 +36,7 @@ def test_every_parameter_has_its_place(family: str) -> None:
     assert anatomy.tables == ("model.embed_tokens", *["model.embed_tokens_per_layer"] * more)
     assert anatomy.plain_logits == (family not in ("gemma2", "gemma3n", "gemma4"))
     assert (anatomy.rows_dim, anatomy.boundary_width) == ((1, 80) if family == "gemma3n" else (0, 40))
+    assert bool(anatomy.extras_width) == (more or family == "gemma4_moe")
     names = [tensor.name for unit in units.in_forward_order for tensor in unit.tensors]
     assert set(names) == {name for name, _ in model.named_parameters()}
     around = [tensor.name for unit in units.around for tensor in unit.tensors]
@@ -118,3 +121,22 @@ def test_buffers_beside_a_matrix_leave_it_alone(family: str) -> None:
     scale = reference.model.embed_tokens.embed_scale
     assert torch.equal(model.model.embed_tokens.embed_scale, scale)
     assert scale.item() == pytest.approx(40**0.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "qwen3"])
+def test_what_layers_share_is_what_they_are_given(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of their own, keys and values: the width is that of the storages of a step."""
+    given: dict[int, int] = {}
+    kept = list[Any]()
+    init = LayerCall.__init__
+
+    def noted(call: LayerCall, *args: Any) -> None:
+        init(call, *args)
+        kept.append(call.extras)
+        storages = (extra.untyped_storage() for extra in call.extras)
+        given.update((storage.data_ptr(), storage.nbytes()) for storage in storages)
+
+    monkeypatch.setattr(LayerCall, "__init__", noted)
+    with rig(Setup(config=family_config(family), dtype="bfloat16")) as run:
+        run.train(batches(1))
+        assert sum(given.values()) == 2 * run.units.anatomy.extras_width * run.plan.tokens_per_step
