@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -171,7 +172,10 @@ class _Run:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor is not hidden
         ]
         if shared := [value for value in kwargs.values() if isinstance(value, MutableMapping)]:
-            forward(*args, **kwargs)  # what layers hand on in a mapping, they alone know
+            # What layers hand on in a mapping, they alone know. Their attention does, before experts, which may
+            # not run on meta.
+            with suppress(Exception):
+                forward(*args, **kwargs)
             self._shared += [mapping for mapping in shared if all(mapping is not own for own in self._shared)]
         return hidden if self.tuple_of is None else (hidden, *[None] * (self.tuple_of - 1))
 
