@@ -172,8 +172,8 @@ class _Run:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor is not hidden
         ]
         if shared := [value for value in kwargs.values() if isinstance(value, MutableMapping)]:
-            # What layers hand on in a mapping, they alone know. It is from attention, before experts, which may
-            # not run on meta.
+            # What layers hand on in a mapping, they alone know. It comes from attention, before experts, which
+            # may not run on meta.
             with suppress(Exception):
                 forward(*args, **kwargs)
             self._shared += [mapping for mapping in shared if all(mapping is not own for own in self._shared)]
