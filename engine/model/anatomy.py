@@ -172,7 +172,7 @@ class _Run:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor is not hidden
         ]
         if shared := [value for value in kwargs.values() if isinstance(value, MutableMapping)]:
-            # What layers hand on in a mapping, they alone know. It comes from attention, before experts, which
+            # What layers hand on in a mapping, they alone know. Attention does so, before experts, which
             # may not run on meta.
             with suppress(Exception):
                 forward(*args, **kwargs)
