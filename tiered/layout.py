@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -169,6 +170,17 @@ class Layout:
             raise InvariantError(
                 f"page_bytes={self.page_bytes} is not a positive multiple of {PAGE_ALIGN_BYTES}"
             )
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for unit, plane in self.planes:
+            names.setdefault(unit, []).append(plane)
+        return names
+
+    def planes_of(self, unit: str) -> list[str]:
+        """Names of the unit's planes."""
+        return self._names.get(unit, [])
 
     def spec(self, unit: str, plane: str) -> PlaneSpec:
         return self.planes[unit, plane]

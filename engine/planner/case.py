@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 
 from tierstream.engine import assemble
 from tierstream.engine.config import RunConfig
@@ -22,16 +23,21 @@ class Case:
 
     Attributes:
         units: of the model, which is on `meta`.
-        script: of its steps.
         vocabulary: rows of the output matrix.
+        grain: pages, and experts, of the run that are one here; see `coarser`.
     """
 
     config: RunConfig
     units: ModelUnits
     layout: Layout
     plan: Plan
-    script: StepScript
     vocabulary: int
+    grain: int = 1
+
+    @cached_property
+    def script(self) -> StepScript:
+        """Of its steps."""
+        return StepScript(self.units, self.layout, self.plan, self.config.optimizer, self.config.moe)
 
 
 def case_of(config: RunConfig, machine: Machine) -> Case:
@@ -62,5 +68,4 @@ def case_of(config: RunConfig, machine: Machine) -> Case:
             f"buffers of {format_bytes(plan.gpu_bytes)} are needed on the GPU, and it has "
             f"{format_bytes(machine.gpu_bytes)}; lower tiers.gpu, moe.gpu_cache or train.rows_per_step"
         )
-    script = StepScript(units, layout, plan, config.optimizer, config.moe)
-    return Case(config, units, layout, plan, script, hf_config.get_text_config().vocab_size)
+    return Case(config, units, layout, plan, hf_config.get_text_config().vocab_size)

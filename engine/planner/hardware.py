@@ -91,7 +91,7 @@ class Hardware:
         interpreter: where Python runs.
     """
 
-    def __init__(self, case: Case, machine: Machine, pages_per_page: int = 1) -> None:
+    def __init__(self, case: Case, machine: Machine) -> None:
         self.clock = clock = Clock()
         self.notes = Notes(clock)
         self.rates = rates = machine.rates
@@ -113,7 +113,7 @@ class Hardware:
         self.store = SimulatedStore(
             clock, case.layout, self.drives, POLICIES[case.config.tiers.policy], dram_bytes=plan.dram_bytes,
             prefetch_bytes=plan.prefetch_bytes, writeback_bytes=plan.writeback_bytes,
-            interpreter=self.interpreter, page_s=rates.page_s * pages_per_page, wake_s=rates.wake_s,
+            interpreter=self.interpreter, page_s=rates.page_s * case.grain, wake_s=rates.wake_s,
             watch=self.notes.moved,
         )  # fmt: skip
 

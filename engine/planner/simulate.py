@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.clock import Steps
+from tierstream.engine.planner.coarse import coarser
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.hardware import Hardware
 from tierstream.engine.planner.host import Host
@@ -39,10 +40,15 @@ def simulate(
     Args:
         steps: at least 2; the first begins with no page in DRAM and nothing to update.
         times: of the device; None: modelled from the machine's rates.
-        experts: which have tokens; None: tokens go to experts at random, all equally likely.
+        experts: which have tokens; None: tokens go to experts at random, all equally likely, and a case of
+            many pages is made coarser.
     """
+    times = times or modelled_times(case, machine)
+    if experts is None:
+        case = coarser(case)
+        experts = expected_use(case)
     hardware = Hardware(case, machine)
-    host = Host(hardware, case, times or modelled_times(case, machine), experts or expected_use(case))
+    host = Host(hardware, case, times, experts)
     before: Mapping[str, float] = {}
     counted: Mapping[str, int] = {}
     ends = [0.0]
@@ -83,8 +89,8 @@ def expected_use(case: Case, seed: int = 0) -> ExpertUse:
         if not experts:
             wanted.append(0)
             continue
-        choices = len(experts) - passed_by // sum(tensor.numel for tensor in experts[0].tensors)
-        missed = (1 - choices / len(experts)) ** tokens
+        # The share of its experts that a token does not go to.
+        missed = (passed_by / sum(unit.parameters for unit in experts)) ** tokens
         wanted.append(round(len(experts) * (1 - missed)))
 
     def use(step: int, layer: int) -> Sequence[int]:

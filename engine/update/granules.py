@@ -68,7 +68,7 @@ class Granule:
 def granules(layout: Layout, unit: Unit) -> list[Granule]:
     """The unit's granules in the order of its elements; calls cross no page and no border of a group."""
     planes = sorted(  # the gradient last: without it, the others keep their places
-        (plane for name, plane in layout.planes if name == unit.name), key="grad".__eq__
+        layout.planes_of(unit.name), key="grad".__eq__
     )
     per_page = {plane: layout.page_bytes // layout.spec(unit.name, plane).item_bytes for plane in planes}
     result = []
