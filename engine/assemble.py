@@ -262,7 +262,7 @@ def build_store(
         dram_bytes=plan.dram_bytes,
         directory=directory,
         stored=tier.directory.filled.pages if tier else (),
-        policy=config.tiers.policy,
+        policy=plan.policy,
         prefetch_bytes=plan.prefetch_bytes,
         writeback_bytes=plan.writeback_bytes,
         copy_bytes=plan.copy_bytes,

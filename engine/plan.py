@@ -92,28 +92,34 @@ class TiersConfig:
     """Directories, one per drive, that hold the state; null: the state lives in DRAM. Contents of a dead run
     are replaced.
     """
-    policy: Literal["lookahead", "lru"] = "lookahead"
+    resident: int | None = None
+    """Units that stay on the device with all of their state, the first in forward order; null: chosen by the
+    planner if there is a `profile`, else as many as `gpu` holds. What is left of `gpu` are slots for layers.
+    """
+    policy: Literal["lookahead", "lru"] | None = None
     """What leaves DRAM first: the page whose next scheduled use is furthest (Belady), or the least recently
-    used.
+    used; null: chosen by the planner if there is a `profile`, else lookahead.
     """
     prefetch: ByteSize | None = None
-    """How far the reads run ahead of the computation; 0: no prefetch; null: a quarter of `dram`."""
+    """How far the reads run ahead of the computation; 0: no prefetch; null: chosen by the planner if there
+    is a `profile`, else a quarter of `dram`."""
     writeback: ByteSize | None = None
-    """Bytes of dirty pages on their way to the drives at once; null: an eighth of `dram`."""
+    """Bytes of dirty pages on their way to the drives at once; null: chosen by the planner if there is a
+    `profile`, else an eighth of `dram`."""
     page: ByteSize | None = None
     """Size of a page, a multiple of 4096 bytes; null: up to 64 MiB, a whole fraction of a layer
     or of an expert."""
-    activations: Literal["dram", "gpu"] = "dram"
+    activations: Literal["dram", "gpu"] | None = None
     """Where the inputs of the layers wait for backward: in the store (DRAM, spilling to NVMe), or on the
-    device.
+    device, beside `gpu`; null: chosen by the planner, within `gpu`, if there is a `profile`, else dram.
     """
     backend: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves bytes to and from the drives; auto: kvikio where CUDA is, else posix (O_DIRECT)."""
     io_threads: int | None = None
     """Threads that read and write each drive; null: what the machine profile found best, or 8."""
     profile: str | None = None
-    """Machine profile of `tierstream bench --profile`: tunes the drives and spares measuring at the start;
-    null: what is needed is measured then.
+    """Machine profile of `tierstream bench --profile`: tunes the drives, spares measuring at the start, and
+    lets the planner choose what is null here; null: what is needed is measured then, and nothing chosen.
     """
     require_path: Literal["posix-direct", "kvikio-compat", "gds"] | None = None
     """Refuse to start unless the bytes of every drive really take this way. "gds" is never granted today:
@@ -143,6 +149,8 @@ class TiersConfig:
             raise ConfigError(
                 "tiers.throttle is set, but no drive is named; name some in tiers.nvme_dirs, or leave it out"
             )
+        if self.resident is not None and self.resident < 0:
+            raise ConfigError(f"tiers.resident is {self.resident}; it must be >= 0")
         if self.page is not None and (self.page <= 0 or self.page % PAGE_ALIGN_BYTES):
             raise ConfigError(
                 f"tiers.page is {int(self.page)} bytes; it must be a positive multiple of {PAGE_ALIGN_BYTES}"
@@ -165,6 +173,7 @@ class Plan:
     """Host memory beside it, for pages that change while a checkpoint is written."""
     durable_bytes: int
     step_local_bytes: int
+    policy: Literal["lookahead", "lru"]
     prefetch_bytes: int
     writeback_bytes: int
     device: DeviceMemory
@@ -341,7 +350,7 @@ def make_plan(
     from tierstream.engine.model.units import build_layout
 
     boundary_nbytes = rows * seq_len * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
-    boundary = boundary_nbytes if tiers.activations == "dram" else None
+    boundary = None if tiers.activations == "gpu" else boundary_nbytes
     layout_of = partial(
         build_layout, units, boundary_nbytes=boundary, master=optimizer.master,
         grad_dtype=optimizer.grad_dtype,
@@ -351,7 +360,7 @@ def make_plan(
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     memory = divide(
         units, layout, boundary_nbytes=boundary, expert_nbytes=expert_nbytes, budget=tiers.gpu,
-        passing_nbytes=_passing_nbytes(units, layout, on_device=on_device),
+        stay=tiers.resident, passing_nbytes=_passing_nbytes(units, layout, on_device=on_device),
     )  # fmt: skip
     layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident)
     free = available_bytes - (memory.nbytes if device_in_host else 0)
@@ -365,6 +374,7 @@ def make_plan(
         copy_bytes=size_copies(copy_memory, tiers, layout, free - dram),
         durable_bytes=layout.nbytes(durable=True),
         step_local_bytes=layout.nbytes(durable=False),
+        policy=tiers.policy or "lookahead",
         prefetch_bytes=int(dram // 4 if tiers.prefetch is None else tiers.prefetch),
         writeback_bytes=int(dram // 8 if tiers.writeback is None else tiers.writeback),
         device=memory,

@@ -60,6 +60,7 @@ def divide(
     passing_nbytes: int,
     expert_nbytes: int | None,
     budget: int | None,
+    stay: int | None = None,
 ) -> DeviceMemory:
     """Divides the budget; None: as little as training takes.
 
@@ -68,20 +69,24 @@ def divide(
         boundary_nbytes: of a staged activation; None: none is staged.
         passing_nbytes: for pages that pass through.
         expert_nbytes: for weights of experts, of which none stays for good; None: a few experts.
+        stay: units that stay; None: as many as the budget holds.
 
     Raises:
-        BudgetError: the budget holds neither all units nor two layers beside the ends, or `expert_nbytes` do
-            not hold one expert.
+        BudgetError: the budget holds neither all units nor two layers beside the ends, or not those that are
+            to stay, or `expert_nbytes` do not hold one expert.
     """
     division = _Division(units, layout, boundary_nbytes, passing_nbytes, expert_nbytes)
     order = tuple(unit.name for unit in units.without_experts)
-    # Not always less with fewer that stay: with all of them no page passes through, and no slot is shared.
-    *most_first, least = (
-        division.made(order[:count], division.least_slots(order[:count]))
-        for count in range(len(order), -1, -1)
-    )
     if budget is None:
-        return least
+        return division.least(order[: stay or 0])
+    if stay is not None and (memory := division.least(order[:stay])).nbytes > budget:
+        raise BudgetError(
+            f"tiers.resident is {stay}, which takes {format_bytes(memory.nbytes)} of the device, and "
+            f"tiers.gpu is {format_bytes(budget)}; lower tiers.resident, or raise tiers.gpu"
+        )
+    # Not always less with fewer that stay: with all of them no page passes through, and no slot is shared.
+    counts = range(len(order), -1, -1) if stay is None else [min(stay, len(order))]
+    *most_first, least = (division.least(order[:count]) for count in counts)
     best = next((memory for memory in (*most_first, least) if memory.nbytes <= budget), None)
     if best is None:
         layer_nbytes = least.slots[LAYER_GROUP][1]
@@ -124,6 +129,10 @@ class _Division:
     def least_slots(self, resident: tuple[str, ...]) -> int:
         """Layer slots without which streaming does not overlap with computing."""
         return min(2, sum(name not in resident for name in self.layer_names))
+
+    def least(self, resident: tuple[str, ...]) -> DeviceMemory:
+        """With no more than these slots."""
+        return self.made(resident, self.least_slots(resident))
 
     def made(self, resident: tuple[str, ...], layer_slots: int) -> DeviceMemory:
         units = self._units

@@ -47,10 +47,30 @@ def case_of(config: RunConfig, machine: Machine) -> Case:
         BudgetError: a tier cannot hold what it must hold at once, as the run itself would say.
         ConfigError, ModelSourceError: as before the first step of the run.
     """
+    units, vocabulary = units_of(config)
+    plan, layout = plan_for(config, machine, units)
+    return Case(config, units, layout, plan, vocabulary)
+
+
+def units_of(config: RunConfig) -> tuple[ModelUnits, int]:
+    """Units of the model, and rows of its output matrix.
+
+    Raises:
+        ConfigError, ModelSourceError: as before the first step of the run.
+    """
     with ExitStack() as parts:
         model, hf_config = assemble.build_model(config, parts)
         units = units_of_run(model, config.moe, config.optimizer)
     assemble.check_rows(config, units)
+    return units, hf_config.get_text_config().vocab_size
+
+
+def plan_for(config: RunConfig, machine: Machine, units: ModelUnits) -> tuple[Plan, Layout]:
+    """The plan on a machine.
+
+    Raises:
+        BudgetError: a tier cannot hold what it must hold at once.
+    """
     plan, layout = make_plan(
         config.tiers,
         config.optimizer,
@@ -68,4 +88,4 @@ def case_of(config: RunConfig, machine: Machine) -> Case:
             f"buffers of {format_bytes(plan.gpu_bytes)} are needed on the GPU, and it has "
             f"{format_bytes(machine.gpu_bytes)}; lower tiers.gpu, moe.gpu_cache or train.rows_per_step"
         )
-    return Case(config, units, layout, plan, hf_config.get_text_config().vocab_size)
+    return plan, layout

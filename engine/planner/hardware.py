@@ -111,7 +111,7 @@ class Hardware:
         self.drives = [SimulatedDrive(clock, drive) for drive in _drives(machine, len(names))]
         plan = case.plan
         self.store = SimulatedStore(
-            clock, case.layout, self.drives, POLICIES[case.config.tiers.policy], dram_bytes=plan.dram_bytes,
+            clock, case.layout, self.drives, POLICIES[case.plan.policy], dram_bytes=plan.dram_bytes,
             prefetch_bytes=plan.prefetch_bytes, writeback_bytes=plan.writeback_bytes,
             interpreter=self.interpreter, page_s=rates.page_s * case.grain, wake_s=rates.wake_s,
             watch=self.notes.moved,

@@ -66,11 +66,12 @@ OPTIONS = """\
 --tiers.gpu SIZE|null null
 --tiers.dram SIZE|null null
 --tiers.nvme-dirs TEXT ...|null null
---tiers.policy {lookahead,lru} lookahead
+--tiers.resident INT|null null
+--tiers.policy {lookahead,lru}|null null
 --tiers.prefetch SIZE|null null
 --tiers.writeback SIZE|null null
 --tiers.page SIZE|null null
---tiers.activations {dram,gpu} dram
+--tiers.activations {dram,gpu}|null null
 --tiers.backend {auto,posix,kvikio} auto
 --tiers.io-threads INT|null null
 --tiers.profile TEXT|null null

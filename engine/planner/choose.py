@@ -1,0 +1,257 @@
+"""The fastest plan of a run on a machine, by branch and bound over what changes no bit of it (grid.py).
+
+A way to divide the device's memory and the work is a branch, and its leaves are the settings of the store.
+A branch that cannot be faster than the best plan so far (floor.py) is cut; of the others the most promising
+comes next. So what is found is the fastest of the grid, up to the tolerance; and where the budget of
+simulations ends the search, it is known how much faster another could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+
+from tierstream.engine.config import RunConfig
+from tierstream.engine.model.units import ModelUnits, build_layout
+from tierstream.engine.plan import Plan
+from tierstream.engine.planner.case import Case, plan_for, units_of
+from tierstream.engine.planner.floor import floor_s
+from tierstream.engine.planner.forecast import Forecast
+from tierstream.engine.planner.grid import Refused, Values, divisions, store_settings, with_values
+from tierstream.engine.planner.machine import Machine
+from tierstream.engine.planner.simulate import simulate
+from tierstream.engine.planner.times import LayerTimes, modelled_times
+from tierstream.engine.step.script import StepScript
+from tierstream.io.errors import BudgetError
+from tierstream.tiered.layout import Layout
+
+#: A plan need not be looked for that is faster by less.
+TOLERANCE = 0.01
+#: Pages of the state that are simulated, or thereabouts: larger ones stand for those of larger models. But so
+#: many frames at least, so that the cache has a choice.
+_PAGES, _FRAMES = 240, 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A plan that was looked at, or a branch of them.
+
+    Attributes:
+        values: of the keys that were open.
+        floor_s: no plan of the branch has a faster step; None: it does not fit.
+        step_s: simulated; None: it was not.
+        why: it is not the one.
+    """
+
+    values: Values
+    floor_s: float | None = None
+    step_s: float | None = None
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        config: the run, with nothing open any more.
+        values: what was chosen of it.
+        forecast: of its steps, in pages that may be larger than those of the run.
+        floor_s: no plan of the grid has a step faster than this.
+        alternatives: the fastest first.
+        suggested: what would be faster and changes bits, so that the user alone may choose it.
+    """
+
+    config: RunConfig
+    values: Values
+    forecast: Forecast
+    floor_s: float
+    alternatives: Sequence[Alternative]
+    suggested: Sequence[Alternative] = ()
+
+    def describe(self) -> str:
+        """One line."""
+        values = ", ".join(f"{key} {value}" for key, value in self.values.items())
+        apart = self.forecast.step_s / self.floor_s - 1
+        proof = "no other is faster" if apart <= 0 else f"no other is faster by more than {100 * apart:.0f} %"
+        return (
+            f"{values or 'nothing left open'}; {self.forecast.step_s:.3g} s per step expected, bound by "
+            f"{self.forecast.resource}; {proof}"
+        )
+
+
+def choose(
+    config: RunConfig,
+    machine: Machine,
+    *,
+    model: tuple[ModelUnits, int] | None = None,
+    simulations: int = 24,
+    tolerance: float = TOLERANCE,
+) -> Choice:
+    """The fastest plan; what the run file sets stays.
+
+    Args:
+        model: as `units_of` gives it, where it is known.
+        simulations: at most.
+        tolerance: share of a step's time by which another plan of the grid may be faster.
+
+    Raises:
+        BudgetError: nothing fits, as the run itself would say.
+        ConfigError, ModelSourceError: as before the first step of the run.
+    """
+    search = _Search(config, machine, *(model or units_of(config)))
+    best = search.run(simulations, tolerance)
+    chosen = with_values(config, best.values)
+    return Choice(
+        config=chosen,
+        values=best.values,
+        forecast=best.forecast,
+        floor_s=search.floor_s,
+        alternatives=search.alternatives,
+        suggested=_suggested(search, best, tolerance),
+    )
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A division of the device's memory, with the settings of the store that a run has by itself.
+
+    Attributes:
+        case, machine: to be simulated, in large pages.
+        plan: with its own pages.
+    """
+
+    values: Values
+    config: RunConfig
+    plan: Plan
+    case: Case
+    machine: Machine
+    times: LayerTimes
+    floor_s: float
+
+    def leaves(self) -> Iterator[tuple[Values, Case]]:
+        for own in store_settings(self.config, self.plan):
+            plan = replace(
+                self.case.plan,
+                policy=own.get("tiers.policy", self.plan.policy),
+                prefetch_bytes=int(own.get("tiers.prefetch", self.plan.prefetch_bytes)),
+                writeback_bytes=int(own.get("tiers.writeback", self.plan.writeback_bytes)),
+            )
+            yield {**self.values, **own}, replace(self.case, plan=plan)
+
+
+@dataclass(frozen=True)
+class _Best:
+    values: Values
+    forecast: Forecast
+    branch: _Branch
+    case: Case
+
+
+class _Search:
+    def __init__(self, config: RunConfig, machine: Machine, units: ModelUnits, vocabulary: int) -> None:
+        self._config, self._machine, self._units, self._vocabulary = config, machine, units, vocabulary
+        self._simulated: list[_Best] = []
+        self._aside: list[Alternative] = []
+
+    def branch(self, values: Values) -> _Branch:
+        """Raises BudgetError: it does not fit."""
+        config = with_values(self._config, values)
+        plan, layout = plan_for(config, self._machine, self._units)
+        case, times = _in_large_pages(config, self._units, layout, plan, self._vocabulary)
+        machine = replace(
+            self._machine, rates=replace(self._machine.rates, page_s=self._machine.rates.page_s * times)
+        )
+        layer_times = modelled_times(case, machine)
+        return _Branch(
+            values, config, plan, case, machine, layer_times, floor_s(case, machine, layer_times)
+        )
+
+    def run(self, simulations: int, tolerance: float) -> _Best:
+        numbers = count()
+        open_: list[tuple[float, int, _Branch, Values, Case]] = []
+        for branch in self._branches():
+            values, case = next(branch.leaves())
+            heappush(open_, (branch.floor_s, next(numbers), branch, values, case))
+        while open_:
+            _, _, branch, values, case = heappop(open_)
+            best_s = min((each.forecast.step_s for each in self._simulated), default=float("inf"))
+            if branch.floor_s * (1 + tolerance) >= best_s:
+                self._leave(branch, values, f"takes {branch.floor_s:.3g} s at least")
+            elif len(self._simulated) >= simulations:
+                self._leave(branch, values, f"not looked at, after {simulations} simulations")
+            else:
+                forecast = simulate(case, branch.machine, times=branch.times)
+                self._simulated.append(_Best(values, forecast, branch, case))
+                first = next(branch.leaves())[0]
+                for own, leaf in list(branch.leaves())[1:] if values == first else []:
+                    heappush(open_, (forecast.step_s, next(numbers), branch, own, leaf))
+        self._simulated.sort(key=lambda each: each.forecast.step_s)
+        return self._simulated[0]
+
+    @property
+    def floor_s(self) -> float:
+        left = [each.floor_s for each in self._aside if each.floor_s is not None]
+        return min([self._simulated[0].forecast.step_s, *left])
+
+    @property
+    def alternatives(self) -> list[Alternative]:
+        best, *slower = self._simulated
+        found = []
+        for each in slower:
+            step_s = each.forecast.step_s
+            more = 100 * (step_s / best.forecast.step_s - 1)
+            found.append(
+                Alternative(
+                    values=each.values, floor_s=each.branch.floor_s, step_s=step_s,
+                    why=f"{more:.1f} % slower, bound by {each.forecast.resource}",
+                )
+            )  # fmt: skip
+        return found + self._aside
+
+    def _branches(self) -> list[_Branch]:
+        found, refusals = [], list[BudgetError]()
+        for values in divisions(self._config, self._machine, self._units):
+            if isinstance(values, Refused):
+                self._aside.append(Alternative(values=values.values, why=values.why))
+                refusals.append(BudgetError(values.why))
+            else:
+                found.append(self.branch(values))
+        if not found:
+            raise refusals[0]
+        return found
+
+    def _leave(self, branch: _Branch, values: Values, why: str) -> None:
+        self._aside.append(Alternative(values=values, floor_s=branch.floor_s, why=why))
+
+
+def _suggested(search: _Search, best: _Best, tolerance: float) -> list[Alternative]:
+    """All rows in one chunk, where the run file has fewer: other sums, and so other bits."""
+    train = best.branch.config.train
+    if not train.chunks_rows:
+        return []
+    values = {"train.rows_per_chunk": None}
+    branch = search.branch({**best.branch.values, **values})
+    forecast = simulate(replace(branch.case, plan=best.case.plan), branch.machine, times=branch.times)
+    if forecast.step_s * (1 + tolerance) >= best.forecast.step_s:
+        return []
+    why = "changes bits; needs more of the device's memory beside tiers.gpu"
+    return [Alternative(values=values, floor_s=branch.floor_s, step_s=forecast.step_s, why=why)]
+
+
+def _in_large_pages(
+    config: RunConfig, units: ModelUnits, layout: Layout, plan: Plan, vocabulary: int
+) -> tuple[Case, int]:
+    """The case with pages so many times as large, and how many times."""
+    pages = sum(layout.page_count(*key) for key in layout.planes)
+    larger = max(1, min(pages // _PAGES, plan.dram_bytes // plan.page_bytes // _FRAMES))
+    if larger > 1:
+        layout = build_layout(
+            units, page_bytes=larger * plan.page_bytes, master=config.optimizer.master,
+            grad_dtype=config.optimizer.grad_dtype, boundary_nbytes=plan.boundary_nbytes,
+            resident=plan.device.resident,
+        )  # fmt: skip
+    script = StepScript(units, layout, plan, config.optimizer, config.moe)
+    return Case(config, units, layout, plan, script, vocabulary), larger
