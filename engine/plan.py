@@ -93,34 +93,29 @@ class TiersConfig:
     are replaced.
     """
     resident: int | None = None
-    """Units that stay on the device with all of their state, the first in forward order; null: chosen by the
-    planner if there is a `profile`, else as many as `gpu` holds. What is left of `gpu` are slots for layers.
-    """
+    """Units that stay on the device with all of their state, the first in forward order, and the rest of
+    `gpu` are slots for layers; null: chosen if there is a `profile`, else as many as `gpu` holds."""
     policy: Literal["lookahead", "lru"] | None = None
     """What leaves DRAM first: the page whose next scheduled use is furthest (Belady), or the least recently
-    used; null: chosen by the planner if there is a `profile`, else lookahead.
-    """
+    used; null: chosen if there is a `profile`, else lookahead."""
     prefetch: ByteSize | None = None
-    """How far the reads run ahead of the computation; 0: no prefetch; null: chosen by the planner if there
-    is a `profile`, else a quarter of `dram`."""
+    """How far the reads run ahead of the computation; 0: no prefetch; null: chosen if there is a `profile`,
+    else a quarter of `dram`."""
     writeback: ByteSize | None = None
-    """Bytes of dirty pages on their way to the drives at once; null: chosen by the planner if there is a
-    `profile`, else an eighth of `dram`."""
+    """Bytes of dirty pages on their way to the drives at once; null: chosen if there is a `profile`, else an
+    eighth of `dram`."""
     page: ByteSize | None = None
-    """Size of a page, a multiple of 4096 bytes; null: up to 64 MiB, a whole fraction of a layer
-    or of an expert."""
+    """Size of a page, a multiple of 4096 bytes; null: up to 64 MiB, a whole fraction of a layer or expert."""
     activations: Literal["dram", "gpu"] | None = None
     """Where the inputs of the layers wait for backward: in the store (DRAM, spilling to NVMe), or on the
-    device, beside `gpu`; null: chosen by the planner, within `gpu`, if there is a `profile`, else dram.
-    """
+    device, beside `gpu`; null: chosen, within `gpu`, if there is a `profile`, else dram."""
     backend: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves bytes to and from the drives; auto: kvikio where CUDA is, else posix (O_DIRECT)."""
     io_threads: int | None = None
     """Threads that read and write each drive; null: what the machine profile found best, or 8."""
     profile: str | None = None
     """Machine profile of `tierstream bench --profile`: tunes the drives, spares measuring at the start, and
-    lets the planner choose what is null here; null: what is needed is measured then, and nothing chosen.
-    """
+    lets the planner choose what is open; null: what is needed is measured then, and nothing chosen."""
     require_path: Literal["posix-direct", "kvikio-compat", "gds"] | None = None
     """Refuse to start unless the bytes of every drive really take this way. "gds" is never granted today:
     pages go through host memory, where the optimizer runs.
@@ -352,11 +347,10 @@ def make_plan(
     boundary_nbytes = rows * seq_len * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
     boundary = None if tiers.activations == "gpu" else boundary_nbytes
     layout_of = partial(
-        build_layout, units, boundary_nbytes=boundary, master=optimizer.master,
-        grad_dtype=optimizer.grad_dtype,
+        build_layout, units, page_bytes=PAGE_ALIGN_BYTES, boundary_nbytes=boundary,
+        master=optimizer.master, grad_dtype=optimizer.grad_dtype,
     )  # fmt: skip
-    page_bytes = _page_bytes(units, layout_of(page_bytes=PAGE_ALIGN_BYTES), tiers, available_bytes)
-    layout = layout_of(page_bytes=page_bytes)
+    layout = layout_of(page_bytes=_page_bytes(units, layout_of(), tiers, available_bytes))
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     memory = divide(
         units, layout, boundary_nbytes=boundary, expert_nbytes=expert_nbytes, budget=tiers.gpu,

@@ -165,9 +165,7 @@ class _Search:
             self._machine, rates=replace(self._machine.rates, page_s=self._machine.rates.page_s * times)
         )
         layer_times = modelled_times(case, machine)
-        return _Branch(
-            values, config, plan, case, machine, layer_times, floor_s(case, machine, layer_times)
-        )
+        return _Branch(values, config, plan, case, machine, layer_times, floor_s(case, machine, layer_times))
 
     def run(self, simulations: int, tolerance: float) -> _Best:
         numbers = count()
