@@ -14,24 +14,22 @@ from heapq import heappop, heappush
 from itertools import count
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.model.units import ModelUnits, build_layout
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan import Plan
 from tierstream.engine.planner.case import Case, plan_for, units_of
+from tierstream.engine.planner.coarse import coarser
 from tierstream.engine.planner.floor import floor_s
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.grid import Refused, Values, divisions, store_settings, with_values
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.simulate import simulate
 from tierstream.engine.planner.times import LayerTimes, modelled_times
-from tierstream.engine.step.script import StepScript
 from tierstream.io.errors import BudgetError
-from tierstream.tiered.layout import Layout
 
 #: A plan need not be looked for that is faster by less.
 TOLERANCE = 0.01
-#: Pages of the state that are simulated, or thereabouts: larger ones stand for those of larger models. But so
-#: many frames at least, so that the cache has a choice.
-_PAGES, _FRAMES = 240, 48
+#: Pages of a state that is simulated many times.
+_PAGES = 1200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,7 @@ class _Branch:
     """A division of the device's memory, with the settings of the store that a run has by itself.
 
     Attributes:
-        case, machine: to be simulated, in large pages.
+        case: to be simulated, in pages that may be larger.
         plan: with its own pages.
     """
 
@@ -127,7 +125,6 @@ class _Branch:
     config: RunConfig
     plan: Plan
     case: Case
-    machine: Machine
     times: LayerTimes
     floor_s: float
 
@@ -152,20 +149,17 @@ class _Best:
 
 class _Search:
     def __init__(self, config: RunConfig, machine: Machine, units: ModelUnits, vocabulary: int) -> None:
-        self._config, self._machine, self._units, self._vocabulary = config, machine, units, vocabulary
+        self._config, self.machine, self._units, self._vocabulary = config, machine, units, vocabulary
         self._simulated: list[_Best] = []
         self._aside: list[Alternative] = []
 
     def branch(self, values: Values) -> _Branch:
         """Raises BudgetError: it does not fit."""
         config = with_values(self._config, values)
-        plan, layout = plan_for(config, self._machine, self._units)
-        case, times = _in_large_pages(config, self._units, layout, plan, self._vocabulary)
-        machine = replace(
-            self._machine, rates=replace(self._machine.rates, page_s=self._machine.rates.page_s * times)
-        )
-        layer_times = modelled_times(case, machine)
-        return _Branch(values, config, plan, case, machine, layer_times, floor_s(case, machine, layer_times))
+        plan, layout = plan_for(config, self.machine, self._units)
+        exact = Case(config, self._units, layout, plan, self._vocabulary)
+        case, times = coarser(exact, _PAGES), modelled_times(exact, self.machine)
+        return _Branch(values, config, plan, case, times, floor_s(case, self.machine, times))
 
     def run(self, simulations: int, tolerance: float) -> _Best:
         numbers = count()
@@ -181,7 +175,7 @@ class _Search:
             elif len(self._simulated) >= simulations:
                 self._leave(branch, values, f"not looked at, after {simulations} simulations")
             else:
-                forecast = simulate(case, branch.machine, times=branch.times)
+                forecast = simulate(case, self.machine, times=branch.times)
                 self._simulated.append(_Best(values, forecast, branch, case))
                 first = next(branch.leaves())[0]
                 for own, leaf in list(branch.leaves())[1:] if values == first else []:
@@ -211,7 +205,7 @@ class _Search:
 
     def _branches(self) -> list[_Branch]:
         found, refusals = [], list[BudgetError]()
-        for values in divisions(self._config, self._machine, self._units):
+        for values in divisions(self._config, self.machine, self._units):
             if isinstance(values, Refused):
                 self._aside.append(Alternative(values=values.values, why=values.why))
                 refusals.append(BudgetError(values.why))
@@ -232,24 +226,8 @@ def _suggested(search: _Search, best: _Best, tolerance: float) -> list[Alternati
         return []
     values = {"train.rows_per_chunk": None}
     branch = search.branch({**best.branch.values, **values})
-    forecast = simulate(replace(branch.case, plan=best.case.plan), branch.machine, times=branch.times)
+    forecast = simulate(replace(branch.case, plan=best.case.plan), search.machine, times=branch.times)
     if forecast.step_s * (1 + tolerance) >= best.forecast.step_s:
         return []
     why = "changes bits; needs more of the device's memory beside tiers.gpu"
     return [Alternative(values=values, floor_s=branch.floor_s, step_s=forecast.step_s, why=why)]
-
-
-def _in_large_pages(
-    config: RunConfig, units: ModelUnits, layout: Layout, plan: Plan, vocabulary: int
-) -> tuple[Case, int]:
-    """The case with pages so many times as large, and how many times."""
-    pages = sum(layout.page_count(*key) for key in layout.planes)
-    larger = max(1, min(pages // _PAGES, plan.dram_bytes // plan.page_bytes // _FRAMES))
-    if larger > 1:
-        layout = build_layout(
-            units, page_bytes=larger * plan.page_bytes, master=config.optimizer.master,
-            grad_dtype=config.optimizer.grad_dtype, boundary_nbytes=plan.boundary_nbytes,
-            resident=plan.device.resident,
-        )  # fmt: skip
-    script = StepScript(units, layout, plan, config.optimizer, config.moe)
-    return Case(config, units, layout, plan, script, vocabulary), larger

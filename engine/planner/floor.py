@@ -27,7 +27,7 @@ def floor_s(case: Case, machine: Machine, times: LayerTimes) -> float:
     idle = {expert.name for own in case.units.experts for expert in own}.difference(hit)
     uses = case.script.steady_uses(idle)
     compute_s = _compute_s(case, times)
-    host_s = machine.rates.page_s * (len(uses) - _uses_spared(case))
+    host_s = case.grain * machine.rates.page_s * (len(uses) - _uses_spared(case))
     update_s, up_s, down_s = _updates_and_links(case, machine, set(hit), idle)
     threads = case.config.optimizer.threads or machine.cores - machine.cores // 5
     cores_s = host_s + min(threads, machine.cores) * (0.0 if case.plan.gpu_updates else update_s)
