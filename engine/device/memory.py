@@ -7,6 +7,7 @@ the updates of the others are still under way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -119,12 +120,20 @@ class _Division:
         passing_nbytes: int,
         expert_nbytes: int | None,
     ) -> None:
-        self._units, self._layout = units, layout
+        self._units = units
         self._boundary_nbytes, self._passing_nbytes = boundary_nbytes, passing_nbytes
         self.layer_names = [unit.name for unit in units.layers]
         self._ends = {unit.name for unit in (*units.begin, *units.end)}
         self._experts = [unit for experts in units.experts for unit in experts]
         self._expert_slots = _expert_slots(self._experts, expert_nbytes)
+        # Of thousands of experts these are found once, not for each division that is tried.
+        self._expert_sums = [unit.numel for unit in self._experts if unit.trained]
+        self._expert_groups = dict.fromkeys((unit.name for unit in self._experts), EXPERT_GROUP)
+        self._unit_count = len(units.in_forward_order)
+        self._state_nbytes = Counter[str]()
+        for spec in layout.planes.values():
+            if spec.durable and spec.plane != "weight":  # weights have slots
+                self._state_nbytes[spec.unit] += spec.nbytes
 
     def least_slots(self, resident: tuple[str, ...]) -> int:
         """Layer slots without which streaming does not overlap with computing."""
@@ -158,8 +167,10 @@ class _Division:
         )
         share(LAYER_GROUP, layers, layer_slots, 2)
         share(BESIDE_GROUP, beside, max(layer_slots, 1) * together, 2 * together)
-        share(EXPERT_GROUP, self._experts, 0, 2)
-        everything_stays = len(resident) == len(units.in_forward_order)
+        if self._expert_sums:
+            sums[EXPERT_GROUP] = min(2, len(self._expert_sums)), max(self._expert_sums)
+        group_of.update(self._expert_groups)
+        everything_stays = len(resident) == self._unit_count
         nbytes = 0 if everything_stays else self._passing_nbytes
         if self._expert_slots is not None:
             nbytes += self._expert_slots[0] * self._expert_slots[1]
@@ -169,11 +180,7 @@ class _Division:
                 slots[ACTIVATION_GROUP] = staged, self._boundary_nbytes
         nbytes += sum(count * size for count, size in slots.values())
         nbytes += _SUM_BYTES * sum(count * numel for count, numel in sums.values())
-        nbytes += sum(  # the weights have slots
-            spec.nbytes
-            for spec in self._layout.planes.values()
-            if spec.durable and spec.plane != "weight" and spec.unit in resident
-        )
+        nbytes += sum(self._state_nbytes[name] for name in resident)
         return DeviceMemory(
             slots=slots,
             sums=sums,
