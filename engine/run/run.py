@@ -36,6 +36,7 @@ from tierstream.engine.run.callbacks import Callbacks
 from tierstream.engine.run.directory import RunDirectory
 from tierstream.engine.run.evaluation import check_eval_files, open_eval_rows
 from tierstream.engine.run.interludes import Interludes
+from tierstream.engine.run.placing import placed
 from tierstream.engine.run.saving import Saver
 from tierstream.engine.run.step_notes import StepNotes
 from tierstream.engine.run.trace import RunTrace
@@ -102,10 +103,10 @@ class Run:
         identity.write(state["run_id"])
         units = units_of_run(model, config.moe, config.optimizer)
         device = Device(config.train.device)
+        config = placed(config, device, units, hf_config.get_text_config().vocab_size, callbacks.on_event)
         plan, layout = assemble.plan_run(config, units, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
-        weights = assemble.plan_weights(config, model)
-        start = FirstValues(config, model, units, snapshot, weights)
+        start = FirstValues(config, model, units, snapshot, assemble.plan_weights(config, model))
         profile = load_profile(config.tiers)
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
