@@ -28,8 +28,8 @@ from tierstream.io.errors import BudgetError
 
 #: A plan need not be looked for that is faster by less.
 TOLERANCE = 0.01
-#: Pages of a state that is simulated many times.
-_PAGES = 1200
+#: Pages of a state that is simulated many times, and frames for them: plans are compared, and all are coarse.
+_PAGES, _FRAMES = 600, 96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class _Search:
         config = with_values(self._config, values)
         plan, layout = plan_for(config, self.machine, self._units)
         exact = Case(config, self._units, layout, plan, self._vocabulary)
-        case, times = coarser(exact, _PAGES), modelled_times(exact, self.machine)
+        case, times = coarser(exact, _PAGES, _FRAMES), modelled_times(exact, self.machine)
         return _Branch(values, config, plan, case, times, floor_s(case, self.machine, times))
 
     def run(self, simulations: int, tolerance: float) -> _Best:

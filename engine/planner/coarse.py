@@ -15,17 +15,18 @@ _PAGES_ENOUGH = 6000
 _FRAMES_LEAST = 256
 
 
-def coarser(case: Case, pages_enough: int | None = None) -> Case:
+def coarser(case: Case, pages_enough: int | None = None, frames_least: int | None = None) -> Case:
     """The case with `grain` pages in each of its pages, and so many experts in each of its experts; the same
     if it has few. Bytes of all planes, links and budgets stay as they are.
 
     Args:
         pages_enough: more are not needed; None: as many as take a second.
+        frames_least: that are left; None: as many as let a forecast be exact.
     """
     layout, plan = case.layout, case.plan
     pages = sum(layout.page_count(*key) for key in layout.planes)
     wanted = -(-pages // (pages_enough or _PAGES_ENOUGH))
-    grain = min(wanted, max(1, plan.dram_bytes // layout.page_bytes // _FRAMES_LEAST))
+    grain = min(wanted, max(1, plan.dram_bytes // layout.page_bytes // (frames_least or _FRAMES_LEAST)))
     if grain == 1:
         return case
     units = replace(case.units, experts=tuple(_merged(own, grain) for own in case.units.experts))
