@@ -151,6 +151,11 @@ def plan_bound(
         on_drives: the state lies on drives; else DRAM holds all of it.
     """
     reads, writes = drive_traffic(schedule, plan.dram_bytes // plan.page_bytes) if on_drives else (0, 0)
+    return traffic_bound(rates, plan, layout, reads * plan.page_bytes, writes * plan.page_bytes)
+
+
+def traffic_bound(rates: Rates, plan: Plan, layout: Layout, read_bytes: int, written_bytes: int) -> Bound:
+    """`plan_bound`, where it is known what the drives must read and write."""
     streamed = [spec for spec in layout.planes.values() if spec.unit not in plan.device.resident]
     updated = [spec for spec in streamed if (spec.unit, "exp_avg") in layout.planes]
     return step_bound(
@@ -158,8 +163,8 @@ def plan_bound(
         flop=plan.flop_per_step - plan.spared_flop,
         upload_bytes=sum(spec.nbytes for spec in streamed if spec.plane == "weight"),
         parameters=sum(t.numel for spec in updated if spec.plane == "weight" for t in spec.tensors),
-        read_bytes=reads * plan.page_bytes,
-        written_bytes=writes * plan.page_bytes,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
         device_update_bytes=sum(spec.nbytes for spec in updated) if plan.gpu_updates else 0,
         cpu_updates=plan.cpu_updates,
     )

@@ -230,7 +230,7 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
     """
     page = layout.page_bytes
     or_lower_page = "" if config.page is None else f", or lower tiers.page ({format_bytes(page)})"
-    everything = sum(layout.page_count(*key) for key in layout.planes) * page
+    everything = layout.page_total * page
     if config.dram is None:
         budget = everything if everything <= _AUTO_DRAM_SHARE * free else int(_AUTO_DRAM_SHARE * free)
     else:
@@ -238,21 +238,24 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
         if budget > free and min(budget, everything) > free:
             raise BudgetError(
                 f"tiers.dram is {format_bytes(budget)}, but only {format_bytes(max(free, 0))} of host memory "
-                f"are free (least of machine and cgroup limits, minus use); lower tiers.dram{or_lower_page}"
-            )
+                f"are free (least of machine and cgroup limits, minus use); lower tiers.dram{or_lower_page}",
+                need_bytes=min(budget, everything), limit_bytes=max(free, 0),
+            )  # fmt: skip
     if config.nvme_dirs is None and budget < everything:
         raise BudgetError(
             f"the state needs {format_bytes(everything)} and "
             f"{'host memory' if config.dram is None else 'tiers.dram'} holds {format_bytes(max(budget, 0))}; "
-            f"name drives in tiers.nvme_dirs, or raise tiers.dram{or_lower_page}"
-        )
+            f"name drives in tiers.nvme_dirs, or raise tiers.dram{or_lower_page}",
+            need_bytes=everything, limit_bytes=max(budget, 0),
+        )  # fmt: skip
     pages = min(budget, everything) // page
     if config.nvme_dirs is not None and pages * page < min(_FRAMES_MIN * page, everything):
         raise BudgetError(
             f"tiers.dram is {format_bytes(config.dram or budget)}: {pages} pages of {format_bytes(page)}, "
             f"and at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(_FRAMES_MIN * page)}"
-            f"{or_lower_page}"
-        )
+            f"{or_lower_page}",
+            need_bytes=_FRAMES_MIN * page, limit_bytes=pages * page,
+        )  # fmt: skip
     return pages * page
 
 
@@ -271,8 +274,9 @@ def size_copies(wanted: int | None, config: TiersConfig, layout: Layout, spare_b
     if wanted is not None and wanted > spare_bytes:
         raise BudgetError(
             f"checkpoint.copy_memory is {format_bytes(wanted)}, but only {format_bytes(max(spare_bytes, 0))} "
-            "of host memory are free beside the DRAM tier; lower it, or tiers.dram"
-        )
+            "of host memory are free beside the DRAM tier; lower it, or tiers.dram",
+            need_bytes=wanted, limit_bytes=max(spare_bytes, 0),
+        )  # fmt: skip
     most = sum(layout.page_count(*key) for key, spec in layout.planes.items() if spec.durable)
     budget = max(0, int(_AUTO_COPY_SHARE * spare_bytes)) if wanted is None else wanted
     return page * min(most, max(budget // page, READS_AHEAD if config.nvme_dirs else 0))
@@ -350,13 +354,14 @@ def make_plan(
         build_layout, units, page_bytes=PAGE_ALIGN_BYTES, boundary_nbytes=boundary,
         master=optimizer.master, grad_dtype=optimizer.grad_dtype,
     )  # fmt: skip
-    layout = layout_of(page_bytes=_page_bytes(units, layout_of(), tiers, available_bytes))
+    layout = layout_of()
+    layout = Layout(_page_bytes(units, layout, tiers, available_bytes), layout.planes)
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     memory = divide(
         units, layout, boundary_nbytes=boundary, expert_nbytes=expert_nbytes, budget=tiers.gpu,
         stay=tiers.resident, passing_nbytes=_passing_nbytes(units, layout, on_device=on_device),
     )  # fmt: skip
-    layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident)
+    layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident) if memory.resident else layout
     free = available_bytes - (memory.nbytes if device_in_host else 0)
     dram = size_dram(tiers, layout, free)
     plan = Plan(

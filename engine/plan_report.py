@@ -47,30 +47,16 @@ def describe_plan(
         assemble.update_threads(config),
     )
     bound = plan_bound(rates, plan, layout, runtime.steady_schedule, on_drives=tier is not None)
-    tiers = [
-        TierPlan(
-            tier="gpu",
-            holds=_on_device(plan, units),
-            used_bytes=plan.gpu_bytes,
-            limit_bytes=config.tiers.gpu,
-        ),
-        TierPlan(
-            tier="dram", holds=_in_dram(plan), used_bytes=plan.dram_bytes, limit_bytes=config.tiers.dram
-        ),
-    ]
-    if tier is not None:
-        tiers.append(TierPlan(tier="nvme", holds="state of every parameter", used_bytes=plan.nvme_bytes))
-    dtypes = {p.plane: p.dtype for p in layout.planes.values() if p.plane != "activation"}
     return PlanReport(
         parameters=plan.parameters,
         tokens_per_step=plan.tokens_per_step,
         first_step=step + 1,
         last_step=last_step,
-        dtypes=dtypes | {"gradient sum": "float32"},
-        tiers=tuple(tiers),
+        dtypes=dtypes_of(layout),
+        tiers=tier_plans(config, units, plan),
         frozen_parameters=plan.frozen_parameters,
         logits_bytes=_logits_nbytes(config, plan, runtime),
-        extras_bytes=_extras_nbytes(units, plan),
+        extras_bytes=extras_nbytes(units, plan),
         bound_s=bound.seconds,
         drives=tuple(_drive_plan(drive, tier) for drive in tier.known) if tier else (),
         written_bytes_per_step=bound.nvme_written_bytes,
@@ -81,6 +67,26 @@ def describe_plan(
     )
 
 
+def tier_plans(config: RunConfig, units: ModelUnits, plan: Plan) -> tuple[TierPlan, ...]:
+    """From the fastest down."""
+    tiers = config.tiers
+    found = [
+        TierPlan(
+            tier="gpu", holds=_on_device(plan, units), used_bytes=plan.gpu_bytes, limit_bytes=tiers.gpu
+        ),
+        TierPlan(tier="dram", holds=_in_dram(plan), used_bytes=plan.dram_bytes, limit_bytes=tiers.dram),
+    ]
+    if tiers.nvme_dirs is not None:
+        found.append(TierPlan(tier="nvme", holds="state of every parameter", used_bytes=plan.nvme_bytes))
+    return tuple(found)
+
+
+def dtypes_of(layout: Layout) -> dict[str, str]:
+    """Plane -> dtype."""
+    dtypes = {p.plane: p.dtype for p in layout.planes.values() if p.plane != "activation"}
+    return dtypes | {"gradient sum": "float32"}
+
+
 def _logits_nbytes(config: RunConfig, plan: Plan, runtime: Runtime) -> int:
     """Of a chunk of the loss."""
     model = runtime.model
@@ -88,7 +94,7 @@ def _logits_nbytes(config: RunConfig, plan: Plan, runtime: Runtime) -> int:
     return logits_nbytes(model.get_output_embeddings(), tokens, config.train.z_loss_coef)
 
 
-def _extras_nbytes(units: ModelUnits, plan: Plan) -> int:
+def extras_nbytes(units: ModelUnits, plan: Plan) -> int:
     """Values and gradients."""
     return 2 * units.anatomy.extras_width * plan.tokens_per_step * ITEM_BYTES[units.embed.dtype]
 

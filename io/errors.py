@@ -25,7 +25,20 @@ class ConfigError(TierstreamError):
 
 
 class BudgetError(TierstreamError):
-    """A byte budget that cannot hold what must be in the tier at once."""
+    """A byte budget that cannot hold what must be in the tier at once.
+
+    Args:
+        message: the text, which a number of missing bytes follows.
+        need_bytes, limit_bytes: what must be in the tier, and what it may hold; None: not known.
+    """
+
+    def __init__(
+        self, message: str, *, need_bytes: int | None = None, limit_bytes: int | None = None
+    ) -> None:
+        self.need_bytes, self.limit_bytes = need_bytes, limit_bytes
+        if need_bytes is not None and limit_bytes is not None:
+            message += f" ({need_bytes - limit_bytes:,} bytes are missing)"
+        super().__init__(message)
 
 
 class ModelSourceError(TierstreamError):

@@ -155,7 +155,7 @@ class PlaneSpec:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.item_bytes
+        return self.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,11 @@ class Layout:
     def page_count(self, unit: str, plane: str) -> int:
         return -(-self.planes[unit, plane].nbytes // self.page_bytes)
 
+    @cached_property
+    def page_total(self) -> int:
+        """Pages of all planes."""
+        return sum(-(-spec.nbytes // self.page_bytes) for spec in self.planes.values())
+
     def page_nbytes(self, page: Page) -> int:
         """Bytes of the page in its frame and its chunk file: `page_bytes`, or all of a plane that fits."""
         nbytes = self.planes[page.unit, page.plane].nbytes
@@ -209,11 +214,15 @@ class Layout:
 
     def nbytes(self, *, durable: bool) -> int:
         """Bytes of all pages of durable (or of step-local) planes, padding included."""
-        return sum(
-            self.page_count(*key) * self.page_nbytes(Page(*key, 0))
-            for key, spec in self.planes.items()
-            if spec.durable == durable
-        )
+        return self._page_nbytes[durable]
+
+    @cached_property
+    def _page_nbytes(self) -> Mapping[bool, int]:
+        page, found = self.page_bytes, {True: 0, False: 0}
+        for spec in self.planes.values():
+            nbytes = spec.nbytes
+            found[spec.durable] += nbytes if nbytes <= page else round_up(nbytes, page)
+        return found
 
     def range_bytes(self, unit: str, plane: str, start: int, values: NDArray[Any]) -> NDArray[np.uint8]:
         """The bytes of an array that holds elements `[start, start + len(values))` of a plane.

@@ -97,13 +97,29 @@ def divide(
             f"embedding, head, {'' if least.expert_slots is None else 'experts, '}gradient sums, staged "
             "activations and pages that pass through "
             f"({format_bytes(rest)}) need {format_bytes(least.nbytes)}; raise tiers.gpu, or lower "
-            f"train.rows_per_step{'' if least.expert_slots is None else ' or moe.gpu_cache'}"
-        )
+            f"train.rows_per_step{'' if least.expert_slots is None else ' or moe.gpu_cache'}",
+            need_bytes=least.nbytes, limit_bytes=budget,
+        )  # fmt: skip
     streamed = len(units.layers) - sum(name in best.resident for name in division.layer_names)
     if LAYER_GROUP in best.slots:
         spare = (budget - best.nbytes) // best.slots[LAYER_GROUP][1]
         best = division.made(best.resident, min(streamed, best.layer_slots + spare))
     return best
+
+
+def divide_as(
+    units: ModelUnits,
+    layout: Layout,
+    *,
+    boundary_nbytes: int | None,
+    expert_nbytes: int | None,
+    resident: tuple[str, ...],
+    layer_slots: int,
+) -> DeviceMemory:
+    """The division in which these units stay and the streamed layers share so many slots; without pages that
+    pass through.
+    """
+    return _Division(units, layout, boundary_nbytes, 0, expert_nbytes).made(resident, layer_slots)
 
 
 def rounds_gradients(layout: Layout) -> bool:
@@ -205,6 +221,7 @@ def _expert_slots(experts: Sequence[Unit], budget: int | None) -> tuple[int, int
     if count < 1:
         raise BudgetError(
             f"moe.gpu_cache is {format_bytes(budget or 0)}, and an expert takes {format_bytes(size)}; raise "
-            "it to that at least, or leave it out"
-        )
+            "it to that at least, or leave it out",
+            need_bytes=size, limit_bytes=budget or 0,
+        )  # fmt: skip
     return count, size

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from tierstream.engine import assemble
 from tierstream.engine.config import RunConfig
@@ -40,28 +41,36 @@ class Case:
         return StepScript(self.units, self.layout, self.plan, self.config.optimizer, self.config.moe)
 
 
-def case_of(config: RunConfig, machine: Machine) -> Case:
+#: Units of a model, and rows of its output matrix.
+Model: TypeAlias = tuple[ModelUnits, int]
+
+
+def case_of(config: RunConfig, machine: Machine, model: Model | None = None) -> Case:
     """The run of `config` on `machine`.
+
+    Args:
+        model: that of the run, if it is known already.
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once, as the run itself would say.
         ConfigError, ModelSourceError: as before the first step of the run.
     """
-    units, vocabulary = units_of(config)
+    units, vocabulary = model or units_of(config)
+    assemble.check_rows(config, units)
     plan, layout = plan_for(config, machine, units)
     return Case(config, units, layout, plan, vocabulary)
 
 
-def units_of(config: RunConfig) -> tuple[ModelUnits, int]:
-    """Units of the model, and rows of its output matrix.
+def units_of(config: RunConfig) -> Model:
+    """Units of the model, and rows of its output matrix. The kernels of the run need not be here.
 
     Raises:
         ConfigError, ModelSourceError: as before the first step of the run.
     """
     with ExitStack() as parts:
-        model, hf_config = assemble.build_model(config, parts)
+        plain = replace(config, train=replace(config.train, kernels="plain", compile=False))
+        model, hf_config = assemble.build_model(plain, parts)
         units = units_of_run(model, config.moe, config.optimizer)
-    assemble.check_rows(config, units)
     return units, hf_config.get_text_config().vocab_size
 
 
@@ -86,6 +95,8 @@ def plan_for(config: RunConfig, machine: Machine, units: ModelUnits) -> tuple[Pl
     if machine.gpu_bytes is not None and plan.gpu_bytes > machine.gpu_bytes:
         raise BudgetError(
             f"buffers of {format_bytes(plan.gpu_bytes)} are needed on the GPU, and it has "
-            f"{format_bytes(machine.gpu_bytes)}; lower tiers.gpu, moe.gpu_cache or train.rows_per_step"
+            f"{format_bytes(machine.gpu_bytes)}; lower tiers.gpu, moe.gpu_cache or train.rows_per_step",
+            need_bytes=plan.gpu_bytes,
+            limit_bytes=machine.gpu_bytes,
         )
     return plan, layout

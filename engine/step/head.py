@@ -171,9 +171,14 @@ def logits_nbytes(output: Any, tokens: int, z_coef: float) -> int:
     """What a chunk of so many tokens takes at its peak, beside weights and sums: its logits and what is made
     of them. `output`, `z_coef`: those of a `Head`.
     """
-    values = (5 if z_coef else 3) * torch.float32.itemsize
-    per_logit = values if getattr(output, "loss_kernel", None) is None else output.weight.element_size()
+    fused = getattr(output, "loss_kernel", None) is not None
+    per_logit = logit_nbytes(z_coef, output.weight.element_size() if fused else None)
     return int(tokens * output.weight.shape[0] * per_logit)
+
+
+def logit_nbytes(z_coef: float, fused_item_bytes: int | None) -> int:
+    """Of one logit. `fused_item_bytes`: of an element of the matrix, where a kernel overwrites the logits."""
+    return fused_item_bytes or (5 if z_coef else 3) * torch.float32.itemsize
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

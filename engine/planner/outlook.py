@@ -1,0 +1,241 @@
+"""A run before it is begun: whether it fits, what it takes of each tier, how long its steps take and why, and
+what would make them shorter. Works from the configuration alone: no weights, no data, no drive.
+
+    outlook = look_ahead(RunConfig.from_file("run.yaml"), Machine.from_profile("machine.json"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tierstream.engine.bound import Bound, Rates, drive_traffic, traffic_bound
+from tierstream.engine.config import RunConfig
+from tierstream.engine.metrics import TierPlan
+from tierstream.engine.plan_report import dtypes_of, tier_plans
+from tierstream.engine.planner.case import Case, model_of
+from tierstream.engine.planner.forecast import Forecast
+from tierstream.engine.planner.machine import Machine
+from tierstream.engine.planner.needs import Peak, device_peak, disk, planes
+from tierstream.engine.planner.remedies import check_fits, with_remedies
+from tierstream.engine.planner.sample import WHOLE_PAGES, Prediction, predict, take_sample
+from tierstream.engine.planner.what_if import Setting
+from tierstream.io.errors import BudgetError
+from tierstream.io.transfer import Direction
+
+_GIB = 1 << 30
+#: DRAM is raised by this part of it, since a gigabyte alone may be less than a page of the part simulated.
+_DRAM_PART = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Help:
+    """What a change would do to a step."""
+
+    change: str
+    """What is changed, for people."""
+    step_s: float
+    """Seconds of a step then."""
+    tokens_per_s: float
+    """Tokens of a step, by its seconds."""
+    gain: float
+    """Tokens per second, by those without the change, less 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What is known of a run on a machine before it begins. Sizes are bytes, times seconds."""
+
+    machine: str
+    """What it was planned for."""
+    parameters: int
+    """Of the model."""
+    frozen_parameters: int
+    """Those of them that are not trained."""
+    tokens_per_step: int
+    """Positions of a full step, padding included."""
+    page_bytes: int
+    """Of a page of the store."""
+    dtypes: Mapping[str, str]
+    """Plane -> dtype: weight, master, moments, gradient sum."""
+    tiers: tuple[TierPlan, ...]
+    """From the fastest down, as the plan of the run itself has them."""
+    planes: Mapping[str, Mapping[str, int]]
+    """Tier -> plane or kind of buffer -> bytes; what is durable is named where it is at home."""
+    device: Peak
+    """Device memory at its peak."""
+    device_bytes: int | None
+    """Memory of the GPU; None: the device is the CPU."""
+    dram_bytes: int
+    """Arenas in host memory: pages, and copies for checkpoints; with the device's buffers where that is the
+    CPU. Python and CUDA take some GB beside it."""
+    host_bytes: int
+    """Host memory that the run may use."""
+    disk: Mapping[str, int]
+    """store, checkpoint, checkpoints -> bytes of the state on the drives, of one checkpoint, and of all that
+    stand side by side."""
+    bound_s: Mapping[str, float]
+    """Seconds that each resource needs for one step: none is faster than the largest."""
+    traffic: Mapping[str, int]
+    """Link -> bytes of a step: upload, download, nvme read, nvme write."""
+    step_s: float
+    """Seconds of a step, predicted."""
+    tokens_per_s: float
+    """Likewise."""
+    tflop_per_s_6pt: float
+    """Forward and backward; attention is not counted."""
+    tflop_per_s_8pt: float
+    """With the recompute."""
+    resource: str
+    """What is busy longest in a step: it sets the pace."""
+    busy_s: Mapping[str, float]
+    """Resource -> seconds at work in a step."""
+    idle_s: Mapping[str, float]
+    """Cause -> seconds that the device waits for it in a step."""
+    helps: tuple[Help, ...]
+    """What would make steps faster, the best first."""
+    days_per_billion_tokens: float
+    """Days that a billion tokens take."""
+    cost_per_billion_tokens: float | None
+    """Their price; None: no price per hour was given."""
+    steps: int | None
+    """Of the run; None: as many as its data give."""
+    days: float | None
+    """That these steps take."""
+    simulated_share: float
+    """Of the pages of the state; less than 1: some layers and experts stand for all of them."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """An outlook with what a picture of it needs.
+
+    Attributes:
+        forecast: of a step, with its spans.
+    """
+
+    outlook: Outlook
+    forecast: Forecast = field(repr=False)
+
+
+def look_ahead(
+    config: RunConfig, machine: Machine, *, price_per_hour: float | None = None, compare: bool = True
+) -> Ahead:
+    """What a run on a machine comes to.
+
+    Args:
+        price_per_hour: of the machine.
+        compare: find out what would help, by simulating that too.
+
+    Raises:
+        BudgetError: it cannot fit; says how many bytes are missing, and what would do.
+        ConfigError, ModelSourceError: as before the first step of the run.
+    """
+    model, setting = model_of(config), Setting(config, machine)
+    try:
+        case = check_fits(setting, model)
+    except BudgetError as error:
+        raise with_remedies(error, setting, model) from error
+    prediction = predict(case, machine)
+    forecast = prediction.forecast
+    bound, flop = step_bound(case, machine), case.plan.flop_per_step
+    days = 1e9 / forecast.tokens_per_s / 86400
+    steps = config.train.steps
+    outlook = Outlook(
+        machine=machine.name,
+        parameters=case.plan.parameters,
+        frozen_parameters=case.plan.frozen_parameters,
+        tokens_per_step=case.plan.tokens_per_step,
+        page_bytes=case.plan.page_bytes,
+        dtypes=dtypes_of(case.layout),
+        tiers=tier_plans(config, model.units, case.plan),
+        planes=planes(case),
+        device=device_peak(case),
+        device_bytes=machine.gpu_bytes,
+        dram_bytes=case.plan.dram_bytes
+        + case.plan.copy_bytes
+        + (case.plan.gpu_bytes if machine.gpu_bytes is None else 0),
+        host_bytes=machine.host_bytes,
+        disk=disk(case),
+        bound_s=bound.seconds,
+        traffic=forecast.nbytes,
+        step_s=forecast.step_s,
+        tokens_per_s=forecast.tokens_per_s,
+        tflop_per_s_6pt=0.75 * flop / forecast.step_s / 1e12,
+        tflop_per_s_8pt=flop / forecast.step_s / 1e12,
+        resource=forecast.resource,
+        busy_s=forecast.busy_s,
+        idle_s=forecast.idle_s,
+        helps=tuple(_helps(model, setting, case, prediction)) if compare else (),
+        days_per_billion_tokens=days,
+        cost_per_billion_tokens=None if price_per_hour is None else 24 * days * price_per_hour,
+        steps=steps,
+        days=None if steps is None else steps * forecast.step_s / 86400,
+        simulated_share=prediction.share,
+    )
+    return Ahead(outlook, forecast)
+
+
+def step_bound(case: Case, machine: Machine) -> Bound:
+    """The bound of a step; where there are many pages, the traffic of the drives follows from a part."""
+    part, scale = case, 1.0
+    if case.layout.page_total > WHOLE_PAGES:
+        sample = take_sample(case, machine)
+        part, scale = sample.case, sample.scale["bytes"]
+    count, nbytes = len(case.config.tiers.nvme_dirs or []), (0, 0)
+    if count:
+        frames, page = part.plan.dram_bytes // part.plan.page_bytes, part.plan.page_bytes
+        reads, writes = drive_traffic(part.script.steady_uses(()), frames)
+        nbytes = int(scale * reads * page), int(scale * writes * page)
+    return traffic_bound(_rates(machine, count), case.plan, case.layout, *nbytes)
+
+
+def _rates(machine: Machine, drives: int) -> Rates:
+    """With those of the drives side by side: the one that is done last sets the pace."""
+    used = machine.drives[:drives]
+    if machine.rates.nvme_read is not None or not used:
+        return machine.rates
+    whole = sum(drive.weight for drive in used)
+
+    def together(direction: Direction, *, mixed: bool) -> float:
+        return min(drive.rate(direction, mixed=mixed) * whole / drive.weight for drive in used)
+
+    return replace(
+        machine.rates,
+        nvme_read=together(Direction.READ, mixed=False),
+        nvme_write=together(Direction.WRITE, mixed=False),
+        nvme_read_mixed=together(Direction.READ, mixed=True),
+        nvme_write_mixed=together(Direction.WRITE, mixed=True),
+    )
+
+
+def _helps(model: Model, setting: Setting, case: Case, before: Prediction) -> Sequence[Help]:
+    found = []
+    for what, changed, times in _changes(case, setting):
+        try:
+            after = check_fits(changed, model)
+        except BudgetError:
+            continue  # twice the tokens need not fit
+        forecast = predict(after, changed.machine, growth=before.growth).forecast
+        gain = (forecast.tokens_per_s / before.forecast.tokens_per_s - 1) / times
+        tokens_per_s = (1 + gain) * before.forecast.tokens_per_s
+        step_s = after.plan.tokens_per_step / tokens_per_s
+        found.append(Help(change=what, step_s=step_s, tokens_per_s=tokens_per_s, gain=gain))
+    return sorted(found, key=lambda each: -each.gain)
+
+
+def _changes(case: Case, setting: Setting) -> Iterator[tuple[str, Setting, float]]:
+    """What is changed, and how many times over."""
+    config, machine = setting.config, setting.machine
+    yield (
+        "twice the tokens per step",
+        setting.with_config({"train.rows_per_step": 2 * config.train.rows_per_step}),
+        1.0,
+    )
+    if config.tiers.nvme_dirs is not None:
+        more = max(_GIB, machine.host_bytes // _DRAM_PART)
+        yield "+1 GiB of DRAM", setting.with_dram(machine.host_bytes + more), more / _GIB
+        yield "+1 drive", setting.with_drives(len(config.tiers.nvme_dirs) + 1), 1.0
+    if machine.gpu_bytes is not None:
+        more_gpu = setting.with_gpu(machine.gpu_bytes + 8 * _GIB, case.plan.gpu_bytes)
+        yield "+8 GiB of GPU memory", more_gpu, 1.0

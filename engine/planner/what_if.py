@@ -1,0 +1,110 @@
+"""A machine, or a run, with something changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.config import RunConfig
+from tierstream.engine.planner.machine import Machine
+from tierstream.io.errors import ConfigError
+
+KEYS = ("dram", "gpu", "drives", "cores")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run on a machine."""
+
+    config: RunConfig
+    machine: Machine
+
+    def with_config(self, changes: Mapping[str, Any]) -> Setting:
+        """Other values for dotted keys of the run file."""
+        return Setting(changed(self.config, changes), self.machine)
+
+    def with_dram(self, nbytes: int) -> Setting:
+        """So much host memory. A budget that is set grows or shrinks with it."""
+        budget, more = self.config.tiers.dram, nbytes - self.machine.host_bytes
+        moved = self if budget is None else self._with_budget("dram", budget + more)
+        return replace(moved, machine=replace(self.machine, host_bytes=nbytes))
+
+    def with_gpu(self, nbytes: int, least_bytes: int = 0) -> Setting:
+        """A GPU with so much memory. The budget grows or shrinks with it.
+
+        Args:
+            least_bytes: what the run takes of it where no budget is set; 0: it goes on without.
+
+        Raises:
+            ConfigError: the machine has no GPU.
+        """
+        if self.machine.gpu_bytes is None:
+            raise ConfigError("gpu is to be changed, but layers are computed by the CPU of this machine")
+        budget = self.config.tiers.gpu or least_bytes
+        moved = self._with_budget("gpu", budget + nbytes - self.machine.gpu_bytes) if budget else self
+        return replace(moved, machine=replace(self.machine, gpu_bytes=nbytes))
+
+    def with_drives(self, count: int) -> Setting:
+        """So many drives, all in use; more than there are, are like the first.
+
+        Raises:
+            ConfigError: there is none to be like.
+        """
+        drives = self.machine.drives
+        if count > len(drives) and not drives:
+            raise ConfigError(f"{count} drives are asked for, and {self.machine.name} has none to be like")
+        more = [replace(drives[0], directory=f"drive {index}") for index in range(len(drives), count)]
+        machine = replace(self.machine, drives=(*drives, *more)[:count])
+        names = [drive.directory for drive in machine.drives]
+        return Setting(changed(self.config, {"tiers.nvme_dirs": names or None}), machine)
+
+    def with_cores(self, count: int) -> Setting:
+        """So many cores; the update goes as much faster or slower."""
+        rates = self.machine.rates
+        update = rates.update_parameters_per_s * count / self.machine.cores
+        rates = replace(rates, update_parameters_per_s=update)
+        return Setting(self.config, replace(self.machine, cores=count, rates=rates))
+
+    def _with_budget(self, tier: str, nbytes: int) -> Setting:
+        return self.with_config({f"tiers.{tier}": ByteSize(max(0, nbytes))})
+
+
+def what_if(setting: Setting, text: str) -> Setting:
+    """The setting with changes as they are typed: `dram=256GiB,drives=4`.
+
+    Raises:
+        ConfigError: a key that there is not, or a value that it cannot have.
+    """
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in KEYS:
+            raise ConfigError(f"--what-if {part}: the keys are {', '.join(KEYS)}, as in dram=256GiB,drives=4")
+        try:
+            number = ByteSize(value) if key in ("dram", "gpu") else int(value)
+        except ValueError as error:
+            raise ConfigError(f"--what-if {part}: {error}") from error
+        if number < (0 if key == "drives" else 1):
+            raise ConfigError(f"--what-if {part}: too little")
+        change = {
+            "dram": setting.with_dram,
+            "gpu": setting.with_gpu,
+            "drives": setting.with_drives,
+            "cores": setting.with_cores,
+        }[key]
+        setting = change(int(number))
+    return setting
+
+
+def changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    """A configuration with other values for dotted keys.
+
+    Raises:
+        ConfigError: what the section refuses.
+    """
+    for key, value in changes.items():
+        section, _, rest = key.partition(".")
+        inner = changed(getattr(config, section), {rest: value}) if rest else value
+        config = replace(config, **{section: inner})
+    return config

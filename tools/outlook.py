@@ -1,0 +1,105 @@
+"""What `tierstream plan` prints. At most 80 columns wide, but for the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from tierstream.engine.planner.outlook import Outlook
+from tierstream.io.sizes import format_bytes
+from tierstream.tools.tables import count, table
+
+#: Causes and resources that take less of a step are left out.
+_TOLD_SHARE = 0.005
+
+
+def print_outlook(console: Console, outlook: Outlook) -> None:
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    say(f"Fits on {outlook.machine}: {_room(outlook)}")
+    say(f"{count(outlook.parameters)} parameters, {outlook.tokens_per_step:,} tokens per step")
+    console.print(_memory(outlook))
+    say(_peaks(outlook))
+    say(_disk(outlook))
+    rows = [
+        (link, f"{nbytes / 1e9:,.1f}", f"{nbytes / outlook.step_s / 1e9:.2f}")
+        for link, nbytes in outlook.traffic.items()
+        if nbytes
+    ]
+    console.print(table("Traffic of a step", ("link", "GB", "GB/s"), rows))
+    _print_speed(console, outlook)
+    rows = [(help.change, f"{help.step_s:.4g}", f"{100 * help.gain:+.1f} %") for help in outlook.helps]
+    if rows:
+        console.print(table("What would help", ("change", "s a step", "tokens/s"), rows))
+    say(_price(outlook))
+
+
+def _room(outlook: Outlook) -> str:
+    host = f"{format_bytes(outlook.host_bytes - outlook.dram_bytes)} of host memory are left"
+    if outlook.device_bytes is None:
+        return host
+    left = outlook.device_bytes - outlook.device.nbytes
+    return f"about {format_bytes(left)} of the GPU and {host}"
+
+
+def _memory(outlook: Outlook) -> object:
+    rows = [
+        (tier, kind, format_bytes(nbytes))
+        for tier, kinds in outlook.planes.items()
+        for kind, nbytes in kinds.items()
+    ]
+    return table("What is where", ("tier", "plane", "bytes"), rows, text_columns=2)
+
+
+def _peaks(outlook: Outlook) -> str:
+    peak = outlook.device
+    host = f"host arenas {format_bytes(outlook.dram_bytes)} of {format_bytes(outlook.host_bytes)}"
+    if outlook.device_bytes is None:
+        return host
+    return (
+        f"{host}\n"
+        f"GPU peak about {format_bytes(peak.nbytes)} of {format_bytes(outlook.device_bytes)}: "
+        f"buffers {format_bytes(peak.buffers_bytes)}, and beside them {format_bytes(peak.logits_bytes)} for "
+        f"the logits or about {format_bytes(peak.layer_bytes)} for the largest layer"
+    )
+
+
+def _disk(outlook: Outlook) -> str:
+    disk = outlook.disk
+    drives = f"{format_bytes(disk['store'])} for the state, " if disk["store"] else ""
+    kept = f"{format_bytes(disk['checkpoints'])} for checkpoints of {format_bytes(disk['checkpoint'])} each"
+    return f"disk: {drives}{kept}"
+
+
+def _print_speed(console: Console, outlook: Outlook) -> None:
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    bound = max(outlook.bound_s, key=outlook.bound_s.__getitem__)
+    say(
+        f"A step takes about {outlook.step_s:.4g} s: {count(outlook.tokens_per_s)} tokens/s, "
+        f"{outlook.tflop_per_s_6pt:.3g} TFLOP/s (6PT), {outlook.tflop_per_s_8pt:.3g} (8PT)"
+    )
+    say(f"  no step is faster than {outlook.bound_s[bound]:.4g} s, set by {bound}")
+    say(f"  busy: {_shares(outlook.busy_s, outlook.step_s)}")
+    say(f"  the device waits for: {_shares(outlook.idle_s, outlook.step_s)}")
+    if outlook.simulated_share < 1:
+        share = f"{100 * outlook.simulated_share:.2g} % of the pages"
+        say(f"  simulated: some layers and experts for all, {share}")
+
+
+def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    told = [f"{name} {s / whole_s:.1%}" for name, s in longest if s / whole_s >= _TOLD_SHARE]
+    return ", ".join(told) or "nothing"
+
+
+def _price(outlook: Outlook) -> str:
+    text = f"a billion tokens take {count(outlook.days_per_billion_tokens)} days"
+    if outlook.cost_per_billion_tokens is not None:
+        text += f" and cost {outlook.cost_per_billion_tokens:,.2f}"
+    if outlook.steps is not None and outlook.days is not None:
+        text += f"; the {outlook.steps:,} steps of this run take {count(outlook.days)} days"
+    return text

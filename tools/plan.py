@@ -1,0 +1,108 @@
+"""`tierstream plan RUN.yaml [--section.key value ...] [--machine NAME] ...`"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierstream.engine.config import RunConfig
+from tierstream.engine.config_file import read
+from tierstream.io import durable
+from tierstream.io.errors import ConfigError
+from tierstream.tools.options import parse_options, take_positionals
+from tierstream.tools.quiet import without_warnings
+
+if TYPE_CHECKING:
+    from tierstream.engine.planner.machine import Machine
+
+_DESCRIPTION = """\
+Say what a run comes to before it is begun: whether it fits, what it takes of each
+tier, how long its steps take and why, and what would make them shorter.
+- Works from RUN.yaml and the model's config.json alone: no weights and no data are
+  read, nothing is written.
+- An option --section.key changes that key of the file.
+- `--machine` plans for another machine: one that comes with tierstream
+  (workstation, server, superchip, h200), or a profile that `tierstream bench
+  --profile` wrote there. Without it: this one, as the run would find it.
+- What cannot fit is refused with the bytes that are missing, and what would do.
+"""
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanOptions(RunConfig):
+    """`tierstream plan RUN.yaml`."""
+
+    machine: str | None = None
+    """A machine by its name, or a profile of one; null: this one."""
+    what_if: str = ""
+    """Changes to the machine, as in dram=256GiB,drives=4: host memory, memory of the GPU (gpu), drives,
+    cores. Budgets that the run sets grow with it."""
+    price: float | None = None
+    """Of the machine, for an hour; null: costs are not told."""
+    json: str | None = None
+    """A file for everything that is known, as JSON; -: standard output, in place of the text."""
+    picture: str | None = None
+    """A PNG file for a picture of the tiers and of a step."""
+
+    def __post_init__(self) -> None:
+        RunConfig.__post_init__(self)
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ConfigError(f"--price is {self.price}; it must be a finite number >= 0")
+        if self.picture is not None and not self.picture.endswith(".png"):
+            raise ConfigError(f"--picture is {self.picture}; it must end in .png")
+
+
+def main(args: Sequence[str]) -> int:
+    """The command with its arguments. Returns the exit status; raises TierstreamError."""
+    files, rest = take_positionals(args, ["RUN.yaml"], "tierstream plan")
+    options = parse_options(
+        PlanOptions,
+        rest,
+        prog="tierstream plan RUN.yaml",
+        description=_DESCRIPTION,
+        given=read(RunConfig, Path(files[0])) if files else {},
+        source=files[0] if files else "RUN.yaml",
+    )
+    with without_warnings():
+        return plan(options)
+
+
+def plan(options: PlanOptions) -> int:
+    """Plan and tell. Returns the exit status; raises TierstreamError."""
+    machine = _machine(options)
+    from tierstream.engine.planner.outlook import look_ahead  # takes seconds to import
+    from tierstream.engine.planner.what_if import Setting, what_if
+    from tierstream.tools.outlook import print_outlook
+    from tierstream.tools.tables import open_console
+
+    setting = what_if(Setting(options, machine), options.what_if)
+    ahead = look_ahead(setting.config, setting.machine, price_per_hour=options.price)
+    if options.json is not None:
+        text = json.dumps(dataclasses.asdict(ahead.outlook), indent=2) + "\n"
+        if options.json == "-":
+            print(text, end="")
+        else:
+            durable.write_file(options.json, text.encode())
+    if options.json != "-":
+        print_outlook(open_console(sys.stdout), ahead.outlook)
+    if options.picture is not None:
+        from tierstream.engine.planner.picture import draw_outlook
+        from tierstream.tools.figures import to_png
+
+        durable.write_file(options.picture, to_png(draw_outlook(ahead)))
+    return 0
+
+
+def _machine(options: PlanOptions) -> Machine:
+    from tierstream.engine.planner.machine import Machine
+    from tierstream.engine.planner.machines import machine_file
+
+    if options.machine is None:
+        return Machine.here(options)
+    return Machine.from_profile(machine_file(options.machine))
