@@ -34,6 +34,8 @@ from tierstream.engine.metrics import (
     TracedStep,
 )
 from tierstream.engine.moe.use import CacheCounts, ExpertStep
+from tierstream.engine.planner.needs import Peak
+from tierstream.engine.planner.outlook import Help, Outlook
 from tierstream.tools import bench, cli
 from tierstream.tools.options import NoOptions, metavar, shown
 
@@ -45,6 +47,7 @@ RECORDS: dict[str, tuple[type, ...]] = {
     "samples.jsonl": (Sample,),
     "plan.json": (PlanReport, TierPlan, DrivePlan),
     "result.json": (RunSummary, TierTotals, DriveTotals, TracedStep),
+    "tierstream plan --json": (Outlook, Peak, Help),
 }
 _RECORDS_HEAD = """\
 # Records of a run

@@ -213,10 +213,8 @@ def fit_small_planes(page_bytes: int, plane_nbytes: Sequence[int]) -> int:
     """A smaller page where many planes are much smaller than that one, and each takes a whole frame: what is
     trained of layers that are frozen but for a few vectors. Never one that costs more than its bytes.
     """
-    while page_bytes > _PAGE_GOOD_BYTES:
-        wasted = sum(-nbytes % page_bytes for nbytes in plane_nbytes)
-        if wasted <= _WASTE_MAX * sum(plane_nbytes):
-            break
+    most = _WASTE_MAX * sum(plane_nbytes)
+    while page_bytes > _PAGE_GOOD_BYTES and sum(-nbytes % page_bytes for nbytes in plane_nbytes) > most:
         page_bytes = round_up(-(-page_bytes // 2), PAGE_ALIGN_BYTES)
     return page_bytes
 
@@ -225,8 +223,7 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
     """Bytes of the DRAM tier: the budget, or what is best, never more than the state needs; whole pages.
 
     Args:
-        free: bytes of host memory that may still be used (io.memory), less device buffers that live there,
-            because the device is the CPU.
+        free: bytes of host memory that may still be used, less the buffers of a device that is the CPU.
     """
     page = layout.page_bytes
     or_lower_page = "" if config.page is None else f", or lower tiers.page ({format_bytes(page)})"
@@ -248,13 +245,12 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
             f"name drives in tiers.nvme_dirs, or raise tiers.dram{or_lower_page}",
             need_bytes=everything, limit_bytes=max(budget, 0),
         )  # fmt: skip
-    pages = min(budget, everything) // page
-    if config.nvme_dirs is not None and pages * page < min(_FRAMES_MIN * page, everything):
+    pages, least = min(budget, everything) // page, _FRAMES_MIN * page
+    if config.nvme_dirs is not None and pages * page < min(least, everything):
         raise BudgetError(
-            f"tiers.dram is {format_bytes(config.dram or budget)}: {pages} pages of {format_bytes(page)}, "
-            f"and at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(_FRAMES_MIN * page)}"
-            f"{or_lower_page}",
-            need_bytes=_FRAMES_MIN * page, limit_bytes=pages * page,
+            f"tiers.dram is {format_bytes(config.dram or budget)}: {pages} pages of {format_bytes(page)}, and "
+            f"at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(least)}{or_lower_page}",
+            need_bytes=least, limit_bytes=pages * page,
         )  # fmt: skip
     return pages * page
 

@@ -71,9 +71,7 @@ def tier_plans(config: RunConfig, units: ModelUnits, plan: Plan) -> tuple[TierPl
     """From the fastest down."""
     tiers = config.tiers
     found = [
-        TierPlan(
-            tier="gpu", holds=_on_device(plan, units), used_bytes=plan.gpu_bytes, limit_bytes=tiers.gpu
-        ),
+        TierPlan(tier="gpu", holds=_on_device(plan, units), used_bytes=plan.gpu_bytes, limit_bytes=tiers.gpu),
         TierPlan(tier="dram", holds=_in_dram(plan), used_bytes=plan.dram_bytes, limit_bytes=tiers.dram),
     ]
     if tiers.nvme_dirs is not None:

@@ -24,7 +24,7 @@ from tierstream.io.limits import raise_open_files
 
 #: Subcommand -> what it is for. Each is a module with a `main(args)`, imported when it is asked for.
 COMMANDS = {
-    "plan": "RUN.yaml              whether it fits a machine, and how long it takes",
+    "plan": "RUN.yaml              whether it fits, and how long it takes",
     "train": "RUN.yaml              train a model",
     "data": "preview RUN.yaml      its data, as the model will see them",
     "report": "RUN_DIR               a run as one HTML file, with plots",

@@ -97,9 +97,16 @@ def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
 
 
 def _price(outlook: Outlook) -> str:
-    text = f"a billion tokens take {count(outlook.days_per_billion_tokens)} days"
+    text = f"a billion tokens take {_duration(outlook.days_per_billion_tokens)}"
     if outlook.cost_per_billion_tokens is not None:
         text += f" and cost {outlook.cost_per_billion_tokens:,.2f}"
     if outlook.steps is not None and outlook.days is not None:
-        text += f"; the {outlook.steps:,} steps of this run take {count(outlook.days)} days"
+        text += f"; the {outlook.steps:,} steps of this run take {_duration(outlook.days)}"
     return text
+
+
+def _duration(days: float) -> str:
+    for unit, share in (("years", 365.25), ("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
+        if days >= share:
+            return f"{count(days / share)} {unit}"
+    return f"{86400 * days:.3g} seconds"

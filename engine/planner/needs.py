@@ -9,7 +9,7 @@ from tierstream.engine.device.memory import ACTIVATION_GROUP
 from tierstream.engine.plan_report import extras_nbytes
 from tierstream.engine.planner.case import Case
 from tierstream.engine.step.head import logit_nbytes
-from tierstream.tiered.layout import ITEM_BYTES, Unit
+from tierstream.tiered.layout import ITEM_BYTES, Unit, round_up
 
 #: Tensors as large as the input of a layer, of all rows, that are there while a layer is differentiated: its
 #: input and output, their gradients, and one on its way.
@@ -71,7 +71,8 @@ def planes(case: Case) -> dict[str, dict[str, int]]:
     home = "dram" if case.config.tiers.nvme_dirs is None else "nvme"
     found: dict[str, Counter[str]] = {"gpu": Counter(), "dram": Counter(), home: Counter()}
     for spec in layout.planes.values():
-        found[home if spec.durable else "dram"][spec.plane] += spec.nbytes
+        page = min(spec.nbytes, layout.page_bytes)
+        found[home if spec.durable else "dram"][spec.plane] += round_up(spec.nbytes, page)  # whole pages
         if spec.unit in resident:
             found["gpu"][f"{spec.plane} of units that stay"] += spec.nbytes
     for group, (count, size) in memory.slots.items():

@@ -13,7 +13,7 @@ from tierstream.engine.bound import Bound, Rates, drive_traffic, traffic_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import TierPlan
 from tierstream.engine.plan_report import dtypes_of, tier_plans
-from tierstream.engine.planner.case import Case, model_of
+from tierstream.engine.planner.case import Case, Model, units_of
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.needs import Peak, device_peak, disk, planes
@@ -131,7 +131,7 @@ def look_ahead(
         BudgetError: it cannot fit; says how many bytes are missing, and what would do.
         ConfigError, ModelSourceError: as before the first step of the run.
     """
-    model, setting = model_of(config), Setting(config, machine)
+    model, setting = units_of(config), Setting(config, machine)
     try:
         case = check_fits(setting, model)
     except BudgetError as error:
@@ -148,7 +148,7 @@ def look_ahead(
         tokens_per_step=case.plan.tokens_per_step,
         page_bytes=case.plan.page_bytes,
         dtypes=dtypes_of(case.layout),
-        tiers=tier_plans(config, model.units, case.plan),
+        tiers=tier_plans(config, case.units, case.plan),
         planes=planes(case),
         device=device_peak(case),
         device_bytes=machine.gpu_bytes,

@@ -17,7 +17,7 @@ from tierstream.engine.planner.simulate import ExpertUse, expected_use, simulate
 from tierstream.engine.planner.times import Known, modelled_times
 from tierstream.tiered.layout import Layout
 
-#: A case with more pages than this is simulated by a part of it, which has so many: half a second of one core.
+#: A case with more pages than the one is simulated by a part of it, which has the other: half a second.
 WHOLE_PAGES, PART_PAGES = 3000, 1000
 #: As few layers as show how one follows another, and as few experts as take turns in a layer.
 _LAYERS_LEAST, _EXPERTS_LEAST, _EXPERT_SLOTS_LEAST = 2, 12, 4

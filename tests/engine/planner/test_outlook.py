@@ -1,0 +1,157 @@
+"""A run before it is begun: its numbers are the run's own, and what is changed is what was said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from support.families import moe_config
+from support.png import size_of
+from support.runs import make_run
+
+from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.config import RunConfig
+from tierstream.engine.metrics import PlanReport
+from tierstream.engine.planner import sample
+from tierstream.engine.planner.case import case_of
+from tierstream.engine.planner.machine import Machine
+from tierstream.engine.planner.machines import machine_file, names
+from tierstream.engine.planner.needs import planes
+from tierstream.engine.planner.outlook import look_ahead
+from tierstream.engine.planner.picture import draw_outlook
+from tierstream.engine.planner.simulate import simulate
+from tierstream.engine.planner.what_if import Setting, changed, what_if
+from tierstream.engine.trainer import Trainer
+from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.tools.figures import to_png
+
+WORKSTATION = Machine.from_profile(machine_file("workstation"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """On a drive, with too little DRAM for all of its state."""
+    config = make_run(tmp_path, steps=1)
+    (tmp_path / "drive").mkdir()
+    return changed(
+        config,
+        {
+            "tiers.nvme_dirs": [str(tmp_path / "drive")],
+            "tiers.dram": ByteSize("512 KiB"),
+            "checkpoint.copy_memory": ByteSize("64 KiB"),
+        },
+    )
+
+
+def on_gpu(config: RunConfig) -> RunConfig:
+    return changed(config, {"train.device": "cuda"})
+
+
+def test_the_numbers_are_those_of_the_run(config: RunConfig) -> None:
+    machine = Machine.here(config)
+    outlook = look_ahead(config, machine, compare=False).outlook
+    Trainer(config).run()
+    report = PlanReport.from_json((Path(config.run_dir) / "plan.json").read_text())
+    for key in ("parameters", "tokens_per_step", "dtypes", "tiers"):
+        assert getattr(outlook, key) == getattr(report, key), key
+    assert outlook.device.logits_bytes == report.logits_bytes
+    assert outlook.device.extras_bytes == report.extras_bytes
+    assert outlook.bound_s == pytest.approx(dict(report.bound_s))
+    assert sum(outlook.planes["gpu"].values()) == outlook.device.buffers_bytes
+    assert sum(outlook.planes["nvme"].values()) == outlook.tiers[-1].used_bytes
+    json.dumps(asdict(outlook))
+
+
+def test_what_if_changes_what_it_says_and_nothing_else(config: RunConfig) -> None:
+    config = changed(on_gpu(config), {"tiers.gpu": ByteSize("1 GiB")})
+    gib = 1 << 30
+    setting = Setting(config, WORKSTATION)
+    more = what_if(setting, "dram=64GiB,gpu=32GiB,drives=3,cores=32")
+    assert (more.machine.host_bytes, more.machine.gpu_bytes, more.machine.cores) == (64 * gib, 32 * gib, 32)
+    assert len(more.machine.drives) == len(more.config.tiers.nvme_dirs or []) == 3
+    assert more.config.tiers.dram == (512 << 10) + 2 * gib
+    assert more.config.tiers.gpu == gib + 32 * gib - (WORKSTATION.gpu_bytes or 0)
+    rates = WORKSTATION.rates
+    assert more.machine.rates == replace(rates, update_parameters_per_s=2 * rates.update_parameters_per_s)
+    names = {"dram": config.tiers.dram, "gpu": config.tiers.gpu, "nvme_dirs": config.tiers.nvme_dirs}
+    assert changed(more.config, {f"tiers.{name}": value for name, value in names.items()}) == config
+    assert what_if(setting, "") == setting
+    for wrong in ("ram=1GiB", "dram=x", "drives=-1", "cores=0", "drives"):
+        with pytest.raises(ConfigError, match="--what-if"):
+            what_if(setting, wrong)
+
+
+def test_what_cannot_fit_is_refused_with_what_is_missing_and_what_would_do(config: RunConfig) -> None:
+    config = changed(on_gpu(config), {"tiers.nvme_dirs": None})
+    with pytest.raises(BudgetError) as caught:
+        look_ahead(config, WORKSTATION)
+    first, said, *remedies = str(caught.value).splitlines()
+    assert first.startswith("the state needs ")
+    assert first.endswith(" bytes are missing)")
+    assert said == "any of these would do:"
+    assert len(remedies) == 3
+    key, value = remedies[0].strip().split(": ")
+    assert (key, remedies[1].strip()) == ("tiers.dram", "tiers.dram: null")
+    assert look_ahead(changed(config, {key: ByteSize(value)}), WORKSTATION, compare=False)
+
+
+def test_a_gpu_that_is_too_small_is_told_before_the_run(config: RunConfig) -> None:
+    config = changed(config, {"tiers.gpu": None})
+    small = replace(WORKSTATION, gpu_bytes=case_of(on_gpu(config), WORKSTATION).plan.gpu_bytes)
+    with pytest.raises(BudgetError, match=r"the GPU needs about .* bytes are missing\)"):
+        look_ahead(on_gpu(config), small)
+    with pytest.raises(ConfigError, match="computes on its GPU"):
+        look_ahead(config, WORKSTATION)
+    with pytest.raises(ConfigError, match="names 2 drives"):
+        look_ahead(changed(on_gpu(config), {"tiers.nvme_dirs": ["a", "b"]}), WORKSTATION)
+
+
+def test_a_part_stands_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves, what is computed and how long it takes, within a tenth."""
+    model = tmp_path / "experts"
+    moe_config("qwen3_moe", num_hidden_layers=12, num_experts=16, vocab_size=64).save_pretrained(model)
+    config = changed(
+        on_gpu(make_run(tmp_path)),
+        {"model.config": str(model), "tiers.page": ByteSize(4096), "tiers.nvme_dirs": ["/mnt/nvme0"],
+         "tiers.dram": ByteSize("2 MiB"), "train.rows_per_chunk": None, "data.seq_len": 64},
+    )  # fmt: skip
+    case = case_of(config, WORKSTATION)
+    monkeypatch.setattr(sample, "WHOLE_PAGES", 0)
+    part, whole = (
+        sample.predict(case, WORKSTATION, pages=case.layout.page_total // 2),
+        simulate(case, WORKSTATION),
+    )
+    assert part.share < 0.7
+    assert part.forecast.step_s == pytest.approx(whole.step_s, rel=0.1)
+    assert part.forecast.busy_s["compute"] == pytest.approx(whole.busy_s["compute"], rel=0.01)
+    assert part.forecast.nbytes["nvme read"] == pytest.approx(whole.nbytes["nvme read"], rel=0.1)
+
+
+def test_planes_of_what_stays_on_the_device_are_counted_there(config: RunConfig) -> None:
+    case = case_of(changed(on_gpu(config), {"tiers.gpu": ByteSize("2 MiB")}), WORKSTATION)
+    assert case.plan.device.resident
+    found = planes(case)["gpu"]
+    assert found["exp_avg of units that stay"] > 0
+    assert sum(found.values()) == case.plan.gpu_bytes
+
+
+def test_a_picture_shows_tiers_and_a_step(config: RunConfig) -> None:
+    figure = draw_outlook(look_ahead(on_gpu(config), WORKSTATION, compare=False))
+    tiers, steps = sorted(figure.axes, key=lambda axes: -axes.get_position().y0)
+    assert [label.get_text()[:4] for label in tiers.get_yticklabels()] == ["gpu:", "dram", "nvme"]
+    assert "compute" in [label.get_text() for label in steps.get_yticklabels()]
+    width, height = size_of(to_png(figure))
+    assert width > height > 400
+
+
+def test_machines_that_come_with_it() -> None:
+    assert names() == ["h200", "server", "superchip", "workstation"]
+    for name in names():
+        machine = Machine.from_profile(machine_file(name))
+        assert machine.gpu_bytes
+        assert machine.drives
+        assert ("datasheet" in machine.name) == (name != "h200")
+    with pytest.raises(ConfigError, match="did you mean workstation"):
+        machine_file("workstaton")

@@ -1,0 +1,79 @@
+"""`tierstream plan` from the configuration alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from support.command import Command
+from support.png import size_of
+from support.runs import make_run
+
+from tierstream.engine.config_file import dump
+from tierstream.engine.planner.outlook import Outlook
+from tierstream.engine.planner.what_if import changed
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, tmp_path)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A run whose data and drive are not here."""
+    config = changed(
+        make_run(tmp_path / "project"),
+        {"data.files": ["/nowhere/*.txt"], "tiers.nvme_dirs": ["/mnt/nvme0"], "train.device": "cuda",
+         "tiers.profile": None},
+    )  # fmt: skip
+    path = tmp_path / "run.yaml"
+    path.write_text(dump(config))
+    return path
+
+
+def test_a_plan_is_told_and_nothing_is_left_behind(command: Command, run_file: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    status, out, err = command.run(
+        "plan", str(run_file), "--machine", "workstation", "--price", "2.5", "--what-if", "drives=2",
+        "--picture", str(tmp_path / "plan.png"),
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert out.startswith("Fits on 16 cores, ")
+    for said in (
+        "datasheet figures", "exp_avg_sq", "GPU peak about", "disk: ", "upload", "A step takes about",
+        "no step is faster than", "the device waits for", "+1 GiB of DRAM", "twice the tokens per step",
+        "+1 drive", "a billion tokens take", " and cost ", "the 8 steps of this run",
+    ):  # fmt: skip
+        assert said in out
+    size_of((tmp_path / "plan.png").read_bytes())
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "plan.png"])
+
+
+def test_everything_is_there_as_json(command: Command, run_file: Path, tmp_path: Path) -> None:
+    options = ("plan", str(run_file), "--machine", "workstation", "--json")
+    status, out, _ = command.run(*options, "-")
+    assert status == 0
+    plain = json.loads(out)
+    assert plain.keys() == {field.name for field in dataclasses.fields(Outlook)}
+    assert plain["cost_per_billion_tokens"] is None
+    assert plain["bound_s"].keys() == {"compute", "upload", "update", "nvme"}
+    assert command.run(*options, str(tmp_path / "plan.json"))[0] == 0
+    assert json.loads((tmp_path / "plan.json").read_text()) == plain
+
+
+def test_what_cannot_be_planned_is_refused(command: Command, run_file: Path) -> None:
+    options = ("plan", str(run_file), "--machine")
+    command.refused(*options, "workstatoin", said=["did you mean workstation?"])
+    command.refused(
+        *options, "workstation", "--what-if", "ram=1", said=["the keys are dram, gpu, drives, cores"]
+    )
+    command.refused(*options, "workstation", "--picture", "plan.jpg", said=["must end in .png"])
+    command.refused(*options, "workstation", "--price", "-1", said=["--price is -1"])
+    command.refused("plan", said=["RUN.yaml is missing"])
+    command.refused(
+        *options, "workstation", "--tiers.nvme-dirs", "null", "--tiers.dram", "100kB",
+        said=["bytes are missing)", "any of these would do:", "  tiers.dram: "],
+    )  # fmt: skip
