@@ -226,7 +226,7 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
         free: bytes of host memory that may still be used, less the buffers of a device that is the CPU.
     """
     page = layout.page_bytes
-    or_lower_page = "" if config.page is None else f", or lower tiers.page ({format_bytes(page)})"
+    or_page = "" if config.page is None else f", or lower tiers.page ({format_bytes(page)})"
     everything = layout.page_total * page
     if config.dram is None:
         budget = everything if everything <= _AUTO_DRAM_SHARE * free else int(_AUTO_DRAM_SHARE * free)
@@ -235,21 +235,21 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
         if budget > free and min(budget, everything) > free:
             raise BudgetError(
                 f"tiers.dram is {format_bytes(budget)}, but only {format_bytes(max(free, 0))} of host memory "
-                f"are free (least of machine and cgroup limits, minus use); lower tiers.dram{or_lower_page}",
+                f"are free (least of machine and cgroup limits, minus use); lower tiers.dram{or_page}",
                 need_bytes=min(budget, everything), limit_bytes=max(free, 0),
             )  # fmt: skip
     if config.nvme_dirs is None and budget < everything:
         raise BudgetError(
             f"the state needs {format_bytes(everything)} and "
             f"{'host memory' if config.dram is None else 'tiers.dram'} holds {format_bytes(max(budget, 0))}; "
-            f"name drives in tiers.nvme_dirs, or raise tiers.dram{or_lower_page}",
+            f"name drives in tiers.nvme_dirs, or raise tiers.dram{or_page}",
             need_bytes=everything, limit_bytes=max(budget, 0),
         )  # fmt: skip
     pages, least = min(budget, everything) // page, _FRAMES_MIN * page
     if config.nvme_dirs is not None and pages * page < min(least, everything):
         raise BudgetError(
-            f"tiers.dram is {format_bytes(config.dram or budget)}: {pages} pages of {format_bytes(page)}, and "
-            f"at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(least)}{or_lower_page}",
+            f"tiers.dram is {format_bytes(config.dram or budget)}: {pages} pages of {format_bytes(page)}, "
+            f"and at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(least)}{or_page}",
             need_bytes=least, limit_bytes=pages * page,
         )  # fmt: skip
     return pages * page
@@ -350,8 +350,7 @@ def make_plan(
         build_layout, units, page_bytes=PAGE_ALIGN_BYTES, boundary_nbytes=boundary,
         master=optimizer.master, grad_dtype=optimizer.grad_dtype,
     )  # fmt: skip
-    layout = layout_of()
-    layout = Layout(_page_bytes(units, layout, tiers, available_bytes), layout.planes)
+    layout = _paged(units, layout_of(), tiers, available_bytes)
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
     memory = divide(
         units, layout, boundary_nbytes=boundary, expert_nbytes=expert_nbytes, budget=tiers.gpu,
@@ -382,14 +381,14 @@ def make_plan(
     return plan, layout
 
 
-def _page_bytes(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes: int) -> int:
-    """Args: layout: of all planes, in pages of any size."""
+def _paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes: int) -> Layout:
+    """The planes of a layout, in pages of the size that is best."""
     pieces = [unit for experts in units.experts for unit in experts] or units.layers
     piece_nbytes = max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
     chosen = choose_page_bytes(piece_nbytes, layout.nbytes(durable=True), tiers, available_bytes)
-    if tiers.page is not None:
-        return chosen
-    return fit_small_planes(chosen, [spec.nbytes for spec in layout.planes.values()])
+    if tiers.page is None:
+        chosen = fit_small_planes(chosen, [spec.nbytes for spec in layout.planes.values()])
+    return Layout(chosen, layout.planes)
 
 
 def _passing_nbytes(units: ModelUnits, layout: Layout, *, on_device: bool) -> int:
