@@ -11,9 +11,10 @@ from hypothesis import settings
 # As `tierstream train` does: threads of torch that wait must not hold a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Verdicts on architectures are found once, and not among those of whoever runs the tests.
-_CACHE = tempfile.TemporaryDirectory(prefix="tierstream-tests-")
-os.environ["XDG_CACHE_HOME"] = _CACHE.name
+# Verdicts on architectures are found once for all test processes, not among those of whoever runs the tests.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="tierstream-tests-")
+    os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # `ci` gives the same examples at every run, `brief` the first of them; `nightly` looks for new ones:
 # HYPOTHESIS_PROFILE=nightly pytest

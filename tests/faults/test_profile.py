@@ -192,7 +192,7 @@ def test_the_plan_tells_what_the_drives_will_be_written(
     monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
     monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
     config.train.steps = 10
-    config.tiers.dram = type(config.tiers.dram)(40 * 4096)  # type: ignore[misc]
+    config.tiers.dram = type(config.tiers.dram)(40 * 8192)  # type: ignore[misc]
     observer = Written()
     Trainer(config, [observer]).run()
     planned = observer.plan.written_bytes_per_step

@@ -255,9 +255,9 @@ def test_a_log_says_what_became_of_each_step(
     spoil_gradients(monkeypatch, math.inf, {2})
     loss_and_gradient, steps = Head.loss_and_gradient, itertools.count(1)
 
-    def spoilt(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def spoilt(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         factor = math.nan if next(steps) == 3 else 1.0
-        losses, gradient = loss_and_gradient(*args)
+        losses, gradient = loss_and_gradient(*args, **options)
         return losses * factor, gradient * factor
 
     monkeypatch.setattr(Head, "loss_and_gradient", spoilt)

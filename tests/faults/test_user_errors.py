@@ -193,8 +193,8 @@ def a_file_is_no_text(config: RunConfig, folder: Path) -> Iterator[list[str]]:
 @mistake
 def dram_is_too_small_beside_a_drive(config: RunConfig, folder: Path) -> Iterator[list[str]]:
     use_drive(config, folder / "drive")
-    right, config.tiers.dram = config.tiers.dram, ByteSize(20 * 4096)
-    yield ["tiers.dram is 80.00 KiB", "20 pages of 4.00 KiB", "at least 24", "raise tiers.dram to 96.00 KiB"]
+    right, config.tiers.dram = config.tiers.dram, ByteSize(20 * 8192)
+    yield ["tiers.dram is 160.00 KiB", "20 pages of 8.00 KiB", "at least 24", "raise tiers.dram to 192"]
     config.tiers.dram = right
 
 

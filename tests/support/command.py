@@ -62,7 +62,7 @@ def use_drive(config: RunConfig, drive: Path) -> Path:
     """Keep the state in the directory `drive`, made if missing, with as little DRAM as will do."""
     drive.mkdir(exist_ok=True)
     config.tiers.nvme_dirs = [str(drive)]
-    config.tiers.page, config.tiers.dram = ByteSize(4096), ByteSize(24 * 4096)
+    config.tiers.page, config.tiers.dram = ByteSize(8192), ByteSize(24 * 8192)
     return drive
 
 
