@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tierstream.engine.model.decoder import layers_of
 from tierstream.io.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,6 +147,8 @@ def compile_layers(model: Any, *, deterministic: bool) -> None:
     """
     import torch
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    from tierstream.engine.model.decoder import layers_of
 
     # `fallback_random`: dropout draws the numbers that it would draw without compiling, in recompute too.
     options: dict[str, Any] = {"fallback_random": True, "deterministic": deterministic}

@@ -17,6 +17,7 @@ from support.runs import make_run, records, train
 
 from tierstream.engine import plan_report
 from tierstream.engine.bound import Rates
+from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.measure import adam_rates, compute_rates, machine
 from tierstream.engine.metrics import PlanReport, StepMetrics
@@ -192,7 +193,7 @@ def test_the_plan_tells_what_the_drives_will_be_written(
     monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
     monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
     config.train.steps = 10
-    config.tiers.dram = type(config.tiers.dram)(40 * 8192)  # type: ignore[misc]
+    config.tiers.page, config.tiers.dram = ByteSize(4096), ByteSize(40 * 4096)
     observer = Written()
     Trainer(config, [observer]).run()
     planned = observer.plan.written_bytes_per_step
