@@ -123,6 +123,8 @@ class _Gate:
     def _compare(self, twin: Any, config: ModelConfig, units: ModelUnits, batch: Batch, folder: Path) -> None:
         self.at = "load"
         reference = reference_model(twin, config, folder).to(self.device)
+        loaded = dict(reference.named_parameters())  # and buffers, before a forward changes them
+        loaded |= {name: buffer.clone() for name, buffer in reference.named_buffers()}
         if config.dtype == "float32":
             self._packing(reference, batch)
         self.at = "loss"
@@ -133,7 +135,7 @@ class _Gate:
             exact = moe is _WHOLE_LAYERS and self.device == "cpu"
             self.at = "load"
             with streamed(twin, config, folder, moe, self.device) as ours:
-                self._load(ours, reference)
+                self._load(ours, loaded)
                 self.at = "export"
                 self._export(ours, folder, folder.with_name(f"{folder.name}-{moe.stream}"))
                 self.at = "loss"
@@ -152,9 +154,8 @@ class _Gate:
         found = f"documents of a row see each other (logits {apart:.0e} off)"
         self.note("packing", holds, "documents of a row do not see each other" if holds else found)
 
-    def _load(self, ours: Streamed, reference: Any) -> None:
-        odd = unequal(ours.tensors("weight"), dict(reference.named_parameters()))
-        odd += unequal(dict(ours.model.named_buffers()), dict(reference.named_buffers()))
+    def _load(self, ours: Streamed, loaded: Tensors) -> None:
+        odd = unequal({**ours.tensors("weight"), **dict(ours.model.named_buffers())}, loaded)
         self._same("load", odd, "from_pretrained loads it")
 
     def _export(self, ours: Streamed, theirs: Path, out: Path) -> None:
