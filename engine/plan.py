@@ -191,8 +191,10 @@ class Plan:
 
     @property
     def spill_bytes(self) -> int:
-        """Most bytes of step-local planes that can land on NVMe as well."""
-        return max(0, self.step_local_bytes - self.dram_bytes // 2)
+        """Most bytes of files of step-local planes beside them: in each step other pages may have to go, and
+        files stay."""
+        fits = self.dram_bytes >= self.durable_bytes + self.step_local_bytes
+        return 0 if fits else self.step_local_bytes
 
 
 def choose_page_bytes(piece_nbytes: int, state_bytes: int, config: TiersConfig, available_bytes: int) -> int:

@@ -17,6 +17,7 @@ from tierstream.engine.plan import Plan
 from tierstream.engine.step.head import logits_nbytes
 from tierstream.engine.step.runtime import Runtime
 from tierstream.io.profile import MachineProfile
+from tierstream.io.sizes import format_bytes
 from tierstream.tiered.layout import ITEM_BYTES, Layout, Unit
 
 
@@ -75,7 +76,7 @@ def tier_plans(config: RunConfig, units: ModelUnits, plan: Plan) -> tuple[TierPl
         TierPlan(tier="dram", holds=_in_dram(plan), used_bytes=plan.dram_bytes, limit_bytes=tiers.dram),
     ]
     if tiers.nvme_dirs is not None:
-        found.append(TierPlan(tier="nvme", holds="state of every parameter", used_bytes=plan.nvme_bytes))
+        found.append(TierPlan(tier="nvme", holds=_on_drives(plan), used_bytes=plan.nvme_bytes))
     return tuple(found)
 
 
@@ -115,6 +116,12 @@ def _in_dram(plan: Plan) -> str:
     pages = f"{plan.dram_bytes // plan.page_bytes} pages of {plan.page_bytes} bytes"
     copies = plan.copy_bytes // plan.page_bytes
     return f"{pages}; beside them {copies} for checkpoints" if copies else pages
+
+
+def _on_drives(plan: Plan) -> str:
+    spilled = format_bytes(plan.spill_bytes)
+    more = f"; up to {spilled} more of gradients and inputs of layers" if plan.spill_bytes else ""
+    return f"state of every parameter{more}"
 
 
 def _on_device(plan: Plan, units: ModelUnits) -> str:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from tierstream.tools.options import parse_options, take_positionals
 from tierstream.tools.quiet import without_warnings
 from tierstream.tools.tables import count, open_console, table
 
+#: Files of weights, and of what lists them.
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _DESCRIPTION = """\
 Say whether a model can be trained as transformers would train it: a tiny twin of
 its architecture, with random weights, is compared in all that a run relies on.
@@ -53,8 +56,12 @@ def main(args: Sequence[str]) -> int:
 
 def _model_config(path: Path, options: CheckOptions) -> ModelConfig:
     if path.suffix in (".yaml", ".yml"):
-        return load(RunConfig, path).model
-    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+        model = load(RunConfig, path).model
+        if options.attention != "auto":
+            model.attention = options.attention
+        model.trust_remote_code |= options.trust_remote_code
+        return model
+    has_weights = path.is_dir() and any(chain.from_iterable(map(path.glob, _WEIGHTS)))
     return ModelConfig(
         path=str(path) if has_weights else None,
         config=None if has_weights else str(path),
@@ -64,11 +71,13 @@ def _model_config(path: Path, options: CheckOptions) -> ModelConfig:
 
 
 def _check(config: ModelConfig, options: CheckOptions) -> int:
+    from tierstream.engine.device.device import Device
     from tierstream.engine.model.meta_model import build_meta_model, read_hf_config
     from tierstream.engine.model.units import find_units
     from tierstream.engine.parity.gate import compare_twin
     from tierstream.engine.weights.source import plan_source
 
+    Device(options.device)  # refuses one that is not there
     verdict = compare_twin(read_hf_config(config), config, options.device)
     about = f"{verdict.model}, compared by a tiny twin of it"
     if verdict.why_not is None:  # then the model itself: no weight is read

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.data.progress import OnProgress, Progress, not_told
-from tierstream.engine.data.tokenizer import has_tokenizer
+from tierstream.engine.data.tokenizer import has_tokenizer, load_tokenizer
 from tierstream.engine.metrics import read_metrics
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.moe.config import MoeConfig
@@ -94,6 +94,8 @@ def export(
     tokenizer_dir = tokenizer_directory(data_config, model_config, run_dir / "data")
     if not has_tokenizer(tokenizer_dir):
         raise DataError(f"{tokenizer_dir} holds no tokenizer; name its directory with --tokenizer")
+    if options.tokenizer is not None:
+        _compare_tokenizer(tokenizer_dir, model.config.get_text_config(decoder=True).vocab_size)
     moe, optimizer = MoeConfig(**settings["moe"]), OptimizerConfig(**settings["optimizer"])
     units = units_of_run(model, moe, optimizer)
     info = export_model(
@@ -114,6 +116,15 @@ def export(
     carried = f", {info.carried} of them as they were" if info.carried else ""
     size = format_bytes(info.nbytes)
     return f"{info.path}: step {snapshot.state['step']}, {info.tensors} tensors{carried}, {size}"
+
+
+def _compare_tokenizer(directory: Path, rows: int) -> None:
+    """Tells of tokens that the model has no rows for: some families have such, for pictures."""
+    if (tokens := len(load_tokenizer(directory))) > rows:
+        print(
+            f"warning: the tokenizer in {directory} has {tokens} tokens and the model {rows} rows: it fails "
+            f"on texts with tokens from {rows} on"
+        )
 
 
 def _build_model(config: ModelConfig, architecture: Mapping[str, Any]) -> Any:

@@ -47,7 +47,8 @@ class DataConfig:
     """A record that cannot be used ends the run with its file and line, or is skipped and counted."""
 
     tokenizer: str | None = None
-    """Directory of a transformers tokenizer; null: that of the model if it has one, else one is trained."""
+    """Directory of a transformers tokenizer; null: that of the model. With `model.config` one is trained
+    where there is none."""
 
     vocab_size: int = 4096
     """Tokens of a tokenizer that is trained; of no meaning otherwise."""

@@ -45,11 +45,8 @@ def open_data(
     entries = _find_entries(data.files)
     chosen = tokenizer_directory(data, model, directory)
     trained = data.tokenizer is None and chosen == directory / "tokenizer"
-    if trained and data.vocab_size > vocab_size:
-        raise ConfigError(
-            f"data.vocab_size is {data.vocab_size}, but the embedding of the model has only {vocab_size} "
-            f"rows; lower it to at most {vocab_size}, or raise model.vocab_size"
-        )
+    if trained:
+        _check_trained(data, model, vocab_size)
     durable.make_directories(cache)
     hashed = fingerprint_remembered(
         list(chain.from_iterable(entries)),
@@ -123,6 +120,22 @@ def check_packing(data: DataConfig, attention: str, verdict: Verdict) -> None:
         f"({verdict.found('packing')}); {other}use data.packing: none, so that each begins a row "
         "(data.too_long says what becomes of long ones), or data.isolate_documents: false"
     )
+
+
+def _check_trained(data: DataConfig, model: ModelConfig, vocab_size: int) -> None:
+    """May a tokenizer be trained for this model?"""
+    if model.path is not None:
+        raise DataError(
+            f"model.path {model.path} holds no tokenizer, and its weights know the tokens of theirs alone: "
+            "copy its files there (tokenizer.json, tokenizer_config.json), or name its directory in "
+            "data.tokenizer"
+        )
+    if data.vocab_size > vocab_size:
+        raise ConfigError(
+            f"no tokenizer is given (data.tokenizer), and the one to train is of data.vocab_size "
+            f"{data.vocab_size}, but the embedding of the model has only {vocab_size} rows; lower it to at "
+            f"most {vocab_size}, or raise model.vocab_size"
+        )
 
 
 def tokenizer_directory(data: DataConfig, model: ModelConfig, directory: Path) -> Path:

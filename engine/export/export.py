@@ -46,7 +46,7 @@ from tierstream.tiered.snapshot import Snapshot
 EXPORT_BUFFER_BYTES = 16 << 20
 
 #: `read(unit name, first element, out)` fills `out`: uint16 asks for the bits of bf16 weights, float32 for
-#: the fp32 masters (of a unit in fp32 these are its weights).
+#: the fp32 masters (of a unit in fp32, or frozen, these are its weights).
 ReadRange: TypeAlias = Callable[[str, int, NDArray[Any]], None]
 
 
@@ -144,15 +144,16 @@ def snapshot_reader(snapshot: Snapshot) -> ReadRange:
     """Weights or masters of a checkpoint of a run."""
 
     def read(unit: str, start_element: int, out: NDArray[Any]) -> None:
-        planes = {plane for name, plane in snapshot.planes if name == unit}
-        if out.dtype == np.uint16 or not planes & {"master", "master_low"}:
+        planes = snapshot.planes
+        if planes[unit, "weight"].item_bytes == out.itemsize:
             snapshot.read_range(unit, "weight", start_element, out)
-        elif "master" in planes:
+        elif (unit, "master") in planes:
             snapshot.read_range(unit, "master", start_element, out)
         else:
-            weight, low = np.empty(out.size, np.uint16), np.empty(out.size, np.uint16)
+            weight, low = np.empty(out.size, np.uint16), np.zeros(out.size, np.uint16)
             snapshot.read_range(unit, "weight", start_element, weight)
-            snapshot.read_range(unit, "master_low", start_element, low)
+            if (unit, "master_low") in planes:  # else it is frozen, and its weight is all of it
+                snapshot.read_range(unit, "master_low", start_element, low)
             _native.join_master(weight, low, out)
 
     return read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from tierstream.engine.weights.source import LoadPlan
+
+#: Modules of families, those that a directory brings along among them.
+_CODE_OF_FAMILIES = re.compile(r"transformers\.models\.(?!auto\.)|transformers_modules\.")
 
 
 def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
@@ -86,15 +90,26 @@ def _build(hf_config: Any, config: ModelConfig, attention: str) -> Any:
     except Exception as error:  # the code of a family raises what it likes
         kind = type(hf_config).__name__
         if config.attention == "auto":
-            reason = " ".join(str(error).split())[:300]
+            what = "config.json or its code" if config.trust_remote_code else "config.json"
             raise ModelSourceError(
-                f"transformers cannot build a model of {kind}: {reason or type(error).__name__}; correct "
-                "the config.json"
+                f"{config.path or config.config}: transformers cannot build a model of {kind}: "
+                f"{describe(error)}; correct its {what}"
             ) from error
         raise ConfigError(
             f"model.attention={attention!r} cannot be used with {kind}: transformers has no such attention "
             "for it; leave model.attention to auto"
         ) from error
+
+
+def describe(error: Exception) -> str:
+    """What the code of a family raised, in a line, and where in that code."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
+              for frame, line in traceback.walk_tb(error.__traceback__)]  # fmt: skip
+    for module, file, line in reversed(frames):
+        if _CODE_OF_FAMILIES.match(module):
+            return f"{text} ({Path(file).name}:{line})"
+    return text
 
 
 def read_hf_config(config: ModelConfig) -> Any:
@@ -120,7 +135,8 @@ def read_hf_config(config: ModelConfig) -> Any:
                 f"{file}: transformers does not have this architecture, and its directory brings code of its "
                 f"own ({module}); read that code, and set model.trust_remote_code to true if it may run"
             ) from error
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        first, *more = str(error).strip().splitlines() or [repr(error)]
+        reason = f"{first} {more[0].strip()}" if first.endswith(":") and more else first
         raise ModelSourceError(f"{file} is no configuration that transformers can read: {reason}") from error
     check_decoder(hf_config, trusted, str(file))
     if getattr(hf_config, "quantization_config", None) is not None:

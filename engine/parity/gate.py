@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tierstream.engine.model.config import ModelConfig
-from tierstream.engine.model.meta_model import build_of, read_hf_config
+from tierstream.engine.model.meta_model import build_of, describe, read_hf_config
 from tierstream.engine.model.units import ModelUnits, find_units
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.parity import cache
@@ -82,7 +82,7 @@ def compare_twin(hf_config: Any, config: ModelConfig, device: str = "cpu") -> Ve
         except TierstreamError as error:
             gate.note(gate.at, False, str(error))
         except Exception as error:  # the code of a family raises what it likes
-            gate.note(gate.at, False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            gate.note(gate.at, False, describe(error))
     return Verdict(gate.model, tuple(gate.checks[name] for name in NAMES if name in gate.checks))
 
 
@@ -148,7 +148,7 @@ class _Gate:
         try:
             apart = seen_beyond_documents(reference, batch)
         except Exception as error:  # some families do not take positions that begin anew
-            self.note("packing", False, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            self.note("packing", False, describe(error))
             return
         holds = apart <= _SAME_DOCUMENT
         found = f"documents of a row see each other (logits {apart:.0e} off)"

@@ -8,14 +8,15 @@ scales the learning rate of either. The first, so that an exception is written b
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain, groupby, zip_longest
 
 from tierstream.engine.update.optimizer import Group, OptimizerConfig, by_name
 from tierstream.io.errors import ConfigError
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 #: In place of a pattern's index: no pattern fits.
 _MATRIX, _VECTOR, _UNSCALED = -2, -1, -1
 
@@ -41,8 +42,22 @@ class Groups:
 
 
 def common_names(names: Iterable[str]) -> str:
-    """Names of tensors, those that layers have in common once."""
-    return ", ".join(Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
+    """Names of tensors, those that layers have in common once: `model.layers.{0-3,5}.mlp.weight`."""
+    numbers: dict[tuple[str, ...], list[list[int]]] = {}
+    for name in names:
+        texts, own = tuple(_NUMBER.split(name)), map(int, _NUMBER.findall(name))
+        numbers.setdefault(texts, []).append(list(own))
+    return ", ".join(
+        "".join(chain.from_iterable(zip_longest(texts, map(_ranges, zip(*own, strict=True)), fillvalue="")))
+        for texts, own in numbers.items()
+    )
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    ordered = enumerate(sorted(set(numbers)))
+    runs = [[number for _, number in run] for _, run in groupby(ordered, lambda item: item[1] - item[0])]
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return text if text.isdecimal() else f"{{{text}}}"
 
 
 def find_groups(

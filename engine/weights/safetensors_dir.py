@@ -189,6 +189,10 @@ def read_header(file: Path) -> list[TensorEntry]:
             size = seam.current().fstat(fd).st_size
             prefix = np.zeros(8, np.uint8)
             transfer_some(Direction.READ, fd, str(file), prefix, 0)
+            if prefix.tobytes() == b"version ":
+                raise ModelSourceError(
+                    f"{where} is a pointer of Git LFS in place of the file; get the file with `git lfs pull`"
+                )
             length = int.from_bytes(prefix.tobytes(), "little")
             if not 2 <= length <= min(size - 8, HEADER_BYTES_MAX):
                 raise ModelSourceError(

@@ -306,7 +306,7 @@ def _refuse_mismatch(
     if not problems:
         return
     hint = "Does its config.json belong to these weights?"
-    if set(missing) & set(model._tied_weights_keys or ()):
+    if missing and set(missing) <= set(model._tied_weights_keys or ()):
         hint = "If its output matrix is the embedding, set tie_word_embeddings to true in config.json."
     raise ModelSourceError(
         f"the tensors in {checkpoint.path} are not those of {type(model).__name__}: {'; '.join(problems)}. "

@@ -104,6 +104,16 @@ def test_memory_for_copies(
     assert found == min(pages, durable) * PAGE_BYTES
 
 
+def test_files_of_gradients_are_counted_whole_unless_dram_holds_everything(
+    planned: tuple[Plan, Layout],
+) -> None:
+    plan, _ = planned
+    everything = plan.durable_bytes + plan.step_local_bytes
+    assert replace(plan, dram_bytes=everything).spill_bytes == 0
+    short = replace(plan, dram_bytes=everything - 1)
+    assert short.spill_bytes == plan.step_local_bytes > 0
+
+
 def test_more_memory_for_copies_than_is_free_is_refused(planned: tuple[Plan, Layout]) -> None:
     with pytest.raises(BudgetError, match=r"checkpoint.copy_memory is 3.00 MiB, but only 2.00 MiB of host"):
         size_copies(3 << 20, TiersConfig(), planned[1], 2 << 20)

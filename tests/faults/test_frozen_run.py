@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.command import Command
 from support.models import tiny_model
 from support.rig import same_bits
-from support.runs import VOCABULARY, dump, final_planes, make_run, train
+from support.runs import VOCABULARY, dump, final_planes, make_run, train, with_tokenizer
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
@@ -29,8 +29,8 @@ def make(folder: Path, source: Path) -> RunConfig:
 
 def test_a_run_with_frozen_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, source = Command(capsys, tmp_path), tmp_path / "source"
-    tiny_model("qwen3", vocab_size=VOCABULARY).save_pretrained(source)
     config = make(tmp_path / "whole", source)
+    tiny_model("qwen3", vocab_size=VOCABULARY).save_pretrained(with_tokenizer(config, source))
     status, out, err = command.train(config)
     assert status == 0, err
     assert "trained and" in out
@@ -56,6 +56,10 @@ def test_a_run_with_frozen_parameters(tmp_path: Path, capsys: pytest.CaptureFixt
     frozen = {n for n in stored if "embed_tokens" in n or ".layers.0." in n or ".mlp." in n}
     assert {name for name in stored if torch.equal(exported[name], stored[name])} == frozen
     assert "parameters that were not trained" in (tmp_path / "exported" / "README.md").read_text()
+
+    assert command.run("export", config.run_dir, str(tmp_path / "masters"), "--master")[0] == 0
+    masters = load_file(tmp_path / "masters" / "model.safetensors")
+    assert {name for name in stored if torch.equal(masters[name], stored[name].float())} == frozen
 
     resumed.model.freeze = ["model.embed_tokens.*"]
     command.refused(

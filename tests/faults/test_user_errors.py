@@ -18,7 +18,7 @@ import transformers
 from support.command import Command, nothing_is_half_made, nothing_is_locked, use_drive
 from support.faults import FaultySyscalls, fail
 from support.rig import reference_model, tiny_config
-from support.runs import VOCABULARY, make_run, records
+from support.runs import VOCABULARY, make_run, records, with_tokenizer
 
 from tierstream.engine.assemble import STATE_FOLDER
 from tierstream.engine.byte_size import ByteSize
@@ -68,7 +68,7 @@ def held_by_another_process(directory: Path) -> Iterator[int]:
 
 def use_weights(config: RunConfig, folder: Path, **options: Any) -> list[Path]:
     """Start the run from a model directory; its safetensors files."""
-    directory = folder / "weights"
+    directory = with_tokenizer(config, folder / "weights")
     model = reference_model(tiny_config("qwen3", tied=True, vocab_size=VOCABULARY), torch.bfloat16)
     model.save_pretrained(directory, **options)
     config.model = ModelConfig(path=str(directory))

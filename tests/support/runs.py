@@ -16,6 +16,8 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig, checkpoint_path
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
+from tierstream.engine.data.files import fingerprint_files
+from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.engine.measure.machine import DEFAULT_TUNING
 from tierstream.engine.metrics import RunSummary
 from tierstream.engine.model.config import ModelConfig
@@ -72,6 +74,11 @@ def make_run(
     # Known from now on: what a test does to the engine is not meant for the comparison of twins.
     pass_gate(config.model, lambda text: None)
     return config
+
+
+def with_tokenizer(config: RunConfig, directory: Path) -> Path:
+    """A directory for a model, with a tokenizer of the run's texts."""
+    return train_tokenizer(fingerprint_files([Path(config.data.files[0])]), VOCABULARY, directory)
 
 
 def made_up_profile(folder: Path) -> Path:

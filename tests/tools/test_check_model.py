@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from support.command import Command
 from support.families import save_family
@@ -34,6 +36,53 @@ def test_a_run_file_and_json(tierstream: Command, tmp_path: Path) -> None:
     status, out, _ = tierstream.run("check-model", str(run_file), "--json", "true")
     found = json.loads(out)
     assert (status, found["trains"], found["packs"], found["model"]) == (0, True, True, "Qwen3ForCausalLM")
+
+
+def test_what_is_given_beside_a_run_file_counts(tierstream: Command, tmp_path: Path) -> None:
+    run_file = dump(make_run(tmp_path), tmp_path / "run.yaml")
+    status, out, _ = tierstream.run("check-model", str(run_file), "--attention", "sinks")
+    assert status == 2
+    assert "cannot be trained: binds: model.attention='sinks' is for decoders with sinks" in out
+
+
+def test_weights_in_another_format_are_looked_at_too(tierstream: Command, tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    tierstream.refused("check-model", str(tmp_path), said=["pytorch_model.bin is no file of tensors"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there(tierstream: Command, tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    tierstream.refused("check-model", str(tmp_path), "--device", "cuda", said=["sees no CUDA device"])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"hidden_size": "32"}, ["'hidden_size'", "expected int"]),
+        ({"num_attention_heads": 7}, ["not a multiple of the number of attention heads (7)"]),
+    ],
+)
+def test_a_configuration_with_wrong_values(
+    tierstream: Command, tmp_path: Path, values: dict[str, Any], said: list[str]
+) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config.update(values))
+    tierstream.refused("check-model", str(tmp_path), said=[str(tmp_path / "config.json"), *said])
+
+
+def test_an_error_of_the_models_code_is_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    from tierstream.engine.model.config import ModelConfig
+    from tierstream.engine.parity.gate import compare_twin
+
+    tiny_config("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(modeling_llama, "rotate_half", None)
+    verdict = compare_twin(tiny_config("llama"), ModelConfig(config=str(tmp_path)))
+    assert verdict.why_not is not None
+    assert re.search(r"TypeError: .* \(modeling_llama\.py:\d+\)$", verdict.why_not)
 
 
 def test_one_that_cannot_be_trained(tierstream: Command, tmp_path: Path) -> None:
@@ -64,7 +113,6 @@ def test_other_kinds_of_model(tierstream: Command, tmp_path: Path, config: Any, 
 
 def test_the_text_model_of_one_for_more_than_texts(tmp_path: Path) -> None:
     """As docs/how-to/own-model.md shows it."""
-    import torch
 
     text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
             "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip

@@ -115,6 +115,18 @@ def test_it_is_told_to_its_end(finished: FinishedRun, tmp_path: Path) -> None:
     assert told[-1].done == nbytes
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(
+    command: Command, finished: FinishedRun, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(finished.source)
+    rows = finished.loaded.model.config.vocab_size
+    tokenizer.add_tokens([f"<{i}>" for i in range(rows + 1 - len(tokenizer))])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    run, out = str(finished.path), str(tmp_path / "out")
+    said = command.run("export", run, out, "--tokenizer", str(tmp_path / "larger"))[1]
+    assert f"has {rows + 1} tokens and the model {rows} rows" in said
+
+
 def test_a_source_that_is_gone_is_missed_and_one_that_moved_is_found(
     command: Command, finished: FinishedRun, tmp_path: Path
 ) -> None:

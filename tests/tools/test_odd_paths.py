@@ -16,7 +16,7 @@ from support.command import Command, use_drive
 from support.exports import stored
 from support.models import different
 from support.rig import reference_model, tiny_config
-from support.runs import VOCABULARY, dump, make_run, records
+from support.runs import VOCABULARY, dump, make_run, records, with_tokenizer
 from support.storage_bench import TINY, rows
 
 from tierstream.engine.config import RunConfig
@@ -44,7 +44,7 @@ def make(folder: Path) -> RunConfig:
     """A model directory, data by a pattern and as records, held-out data, and the state on a drive."""
     config = make_run(folder, steps=2)
     model = reference_model(tiny_config("qwen3", tied=True, vocab_size=VOCABULARY), torch.float32)
-    model.save_pretrained(folder / "weights")
+    model.save_pretrained(with_tokenizer(config, folder / "weights"))
     config.model = ModelConfig(path=str(folder / "weights"))
     for name in ("rows", "held"):
         lines = (json.dumps({"text": f"{name} {number} of it"}) for number in range(9))

@@ -98,9 +98,15 @@ def test_tokenizer_is_the_given_one_else_the_models_else_a_trained_one(corpus: P
 
 def test_trained_vocabulary_must_fit_the_embedding(corpus: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"data\.vocab_size is 301, but the embedding of the model has only 300 rows"
+        ConfigError, match=r"no tokenizer is given .* data\.vocab_size 301, but the embedding .* 300 rows"
     ):
         open_text(corpus, vocab_size=301)
+    assert not (corpus / "data").exists()
+
+
+def test_weights_are_not_given_the_tokens_of_another_tokenizer(corpus: Path) -> None:
+    with pytest.raises(DataError, match=r"model\.path .*model holds no tokenizer.*or name its directory in"):
+        open_text(corpus, ModelConfig(path=str(corpus / "model")), vocab_size=280)
     assert not (corpus / "data").exists()
 
 

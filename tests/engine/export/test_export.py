@@ -25,6 +25,7 @@ from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.engine.export.export import export_model, snapshot_reader
 from tierstream.engine.export.plan import plan_export
 from tierstream.engine.model.config import ModelConfig
+from tierstream.engine.model.frozen import freeze
 from tierstream.engine.model.meta_model import build_meta_model, is_kept_in_fp32
 from tierstream.engine.model.units import build_layout, find_units
 from tierstream.engine.weights.state import PlaneWriter
@@ -290,16 +291,24 @@ def test_two_hundred_shards_with_64_file_handles(tmp_path: Path) -> None:
     assert different(stored(tmp_path / "out"), Loaded(tmp_path / "source").tensors(torch.bfloat16)) == []
 
 
+@pytest.mark.parametrize("frozen", [None, ["*.layers.1.*", "*norm*"]])
 @pytest.mark.parametrize(
     ("dtype", "master"), [("bfloat16", "split"), ("bfloat16", "fp32"), ("float32", "split")]
 )
-def test_snapshot_gives_weights_and_masters(tmp_path: Path, dtype: str, master: str) -> None:
-    """From a checkpoint of a run: in fp32 the masters, in bf16 the weights that the run computes with."""
+def test_snapshot_gives_weights_and_masters(
+    tmp_path: Path, dtype: str, master: str, frozen: list[str] | None
+) -> None:
+    """From a checkpoint of a run: in fp32 the masters, in bf16 the weights that the run computes with. What
+    is frozen has no master: its weights are both."""
     save_model(tmp_path / "source", dtype=torch.float32)
     loaded = Loaded(tmp_path / "source", dtype)
     masters = loaded.flat.tensors()
     tie = masters["lm_head.weight"].view(torch.int32)
     tie[0, 0] = 0x3F808000  # between 1 and the next bf16: split masters round away from zero, others to even
+    freeze(loaded.model, ModelConfig(path="-", freeze=frozen))
+    for name, parameter in loaded.model.named_parameters():
+        if not parameter.requires_grad:
+            masters[name].copy_(masters[name].to(getattr(torch, dtype)))
     units = find_units(loaded.model)
     layout = build_layout(units, page_bytes=8192, master=master, grad_dtype="float32", boundary_nbytes=None)
     store = Store(layout, dram_bytes=8 << 20, directory=None, prefetch_bytes=0, writeback_bytes=0)
@@ -316,6 +325,7 @@ def test_snapshot_gives_weights_and_masters(tmp_path: Path, dtype: str, master: 
         weights = {name: value.view(torch.float32) for name, value in rounded.items()}
         assert weights["lm_head.weight"][0, 0] > 1
     in_order = units.in_forward_order
+    assert any(not unit.trained for unit in in_order) == bool(frozen)
     export_model(read, loaded.model, in_order, tmp_path / "fp32", dtype="float32", buffer_bytes=5000)
     export_model(read, loaded.model, in_order, tmp_path / "bf16", dtype="bfloat16", buffer_bytes=5000)
     assert different(pretrained(tmp_path / "fp32"), masters) == []

@@ -37,9 +37,11 @@ def test_patterns_name_parameters() -> None:
     assert trained(meta(tiny_hf_config(), train_only=["*.self_attn.*"])) == attention
     model = meta(tiny_hf_config(), train_only=["*.self_attn.*"], freeze=["*.layers.[01].*", "*q_proj*"])
     assert trained(model) == {f"model.layers.2.self_attn.{key}_proj.weight" for key in "kvo"}
-    line, *_ = find_units(meta(tiny_hf_config(), freeze=["*norm*"])).describe()
-    assert line.startswith("frozen: 7 tensors: ")
-    assert "model.layers.*.input_layernorm.weight" in line
+    line, trained_too, *_ = find_units(meta(tiny_hf_config(), freeze=["*norm*", "*.layers.1.*"])).describe()
+    assert line.startswith("frozen: 14 tensors: ")
+    assert "model.layers.{0-2}.input_layernorm.weight" in line
+    assert "model.layers.1.mlp.up_proj.weight" in line
+    assert "model.layers.{0,2}.mlp.up_proj.weight" in trained_too
 
 
 def test_a_tied_matrix_is_frozen_through_either_name() -> None:

@@ -86,11 +86,11 @@ def test_other_values_leave_tensors_where_they_are() -> None:
 def test_a_line_for_each_group() -> None:
     lines = list(groups_of(tiny_config("llama"), lr_scale_by_name=["model.embed_tokens.*=0.1"]).describe())
     assert lines[1:] == [
-        "optimizer: 7 tensors, lr x 1, weight decay 0: model.layers.*.input_layernorm.weight, "
-        "model.layers.*.post_attention_layernorm.weight, model.norm.weight",
+        "optimizer: 7 tensors, lr x 1, weight decay 0: model.layers.{0-2}.input_layernorm.weight, "
+        "model.layers.{0-2}.post_attention_layernorm.weight, model.norm.weight",
         "optimizer: 1 tensor, lr x 0.1, weight decay 0.1: model.embed_tokens.weight",
     ]
-    assert lines[0].startswith("optimizer: 22 tensors, lr x 1, weight decay 0.1: model.layers.*.self_attn.")
+    assert lines[0].startswith("optimizer: 22 tensors, lr x 1, weight decay 0.1: model.layers.{0-2}.self_att")
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "shard missing": (lambda m: (m / SECOND).unlink(), ["1 of the 2 shards", SECOND]),
     "shard empty": (_truncate(0), [SECOND, "0 bytes"]),
     "shard cut in its header": (_truncate(50), [SECOND, "50 bytes"]),
+    "pointer in place of a shard": (
+        lambda root: (root / SECOND).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        [SECOND, "pointer of Git LFS", "git lfs pull"],
+    ),
     "shard cut in its data": (_truncate(-1), [SECOND, "cut off"]),
     "shard too long": (_append, [SECOND, "longer than its header"]),
     "index names a tensor that no shard holds": (

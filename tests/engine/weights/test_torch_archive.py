@@ -79,7 +79,7 @@ def _cut(file: Path) -> None:
 
 
 NO_ARCHIVES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "code": (lambda file: torch.save({"w": Evil(file.with_name("ran"))}, file), "reads: "),
+    "code": (lambda file: torch.save({"w": Evil(file.with_name("ran"))}, file), "reads: its pickle calls "),
     "bare pickle": (lambda file: file.write_bytes(pickle.dumps({"w": 1})), "reads: "),
     "old format": (
         lambda file: torch.save({"w": torch.ones(2)}, file, _use_new_zipfile_serialization=False), "reads: "
