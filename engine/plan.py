@@ -191,8 +191,7 @@ class Plan:
 
     @property
     def spill_bytes(self) -> int:
-        """Most bytes of files of step-local planes beside them: in each step other pages may have to go, and
-        files stay."""
+        """Most bytes of files of step-local planes: in each step other pages may go there, and files stay."""
         fits = self.dram_bytes >= self.durable_bytes + self.step_local_bytes
         return 0 if fits else self.step_local_bytes
 
