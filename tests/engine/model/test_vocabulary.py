@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.exports import Loaded, pretrained
 from support.families import family_config
 from support.models import Flat, different, edit_json, rewrite, save_model
-from support.runs import VOCABULARY, make_run, train
+from support.runs import VOCABULARY, make_run, train, with_tokenizer
 
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model.config import ModelConfig
@@ -175,7 +175,7 @@ def run_from_weights(folder: Path, rows: int | None) -> RunConfig:
     hf_config = transformers.AutoConfig.from_pretrained(config.model.config)
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
-    model.save_pretrained(folder / "weights")
+    model.save_pretrained(with_tokenizer(config, folder / "weights"))
     config.model = ModelConfig(path=str(folder / "weights"), vocab_size=rows)
     return config
 
