@@ -209,8 +209,8 @@ def test_a_resume_with_another_size_is_refused_as_other_planes(tmp_path: Path) -
 
 @pytest.mark.parametrize("rows", [None, VOCABULARY + 8])
 def test_ids_beyond_the_model_name_the_key_as_a_remedy(tmp_path: Path, rows: int | None) -> None:
-    config = run_from_weights(tmp_path, rows)
-    config.data.vocab_size = VOCABULARY + 8
+    config = make_run(tmp_path, steps=2)  # with random weights, so that a tokenizer is trained
+    config.model.vocab_size, config.data.vocab_size = rows, VOCABULARY + 8
     if rows is None:
         with pytest.raises(ConfigError, match=r"has only 300 rows; .* or raise model\.vocab_size"):
             train(config)
