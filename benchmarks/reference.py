@@ -36,7 +36,7 @@ from tierstream.engine.metrics import (
 from tierstream.engine.moe.use import CacheCounts, ExpertStep
 from tierstream.engine.planner.needs import Peak
 from tierstream.engine.planner.outlook import Help, Outlook
-from tierstream.tools import bench, cli
+from tierstream.tools import bench, cli, options
 from tierstream.tools.options import NoOptions, metavar, shown
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -99,7 +99,8 @@ def describe(command: str) -> _Seen:
 
     if command == "doctor":  # no section of settings, but any number of directories
         return _Seen(NoOptions, "tierstream doctor [DIRECTORY ...] [--json]", module._DESCRIPTION)
-    with mock.patch.object(module, "parse_options", parse):
+    asks = options if hasattr(module, "parse_run") else module  # whose name for the parser is looked up
+    with mock.patch.object(asks, "parse_options", parse):
         try:
             module.main(["--help"])
         except _Seen as seen:

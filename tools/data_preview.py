@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.config_file import read
 from tierstream.io.errors import ConfigError
 from tierstream.tools.live import ConsoleCallback
-from tierstream.tools.options import parse_options, take_positionals
+from tierstream.tools.options import parse_run
 from tierstream.tools.tables import open_console, table
 
 if TYPE_CHECKING:
@@ -49,15 +48,7 @@ class PreviewConfig(RunConfig):
 
 def main(args: Sequence[str]) -> int:
     """The command with its arguments. Returns the exit status; raises TierstreamError."""
-    files, options = take_positionals(args, ["RUN.yaml"], "tierstream data preview")
-    config = parse_options(
-        PreviewConfig,
-        options,
-        prog="tierstream data preview RUN.yaml",
-        description=_DESCRIPTION,
-        given=read(RunConfig, Path(files[0])) if files else {},
-        source=files[0] if files else "RUN.yaml",
-    )
+    config = parse_run(PreviewConfig, args, command="tierstream data preview", description=_DESCRIPTION)
     if config.rows < 0:
         raise ConfigError(f"--rows is {config.rows}; it must be >= 0")
     preview(config, open_console(sys.stdout))

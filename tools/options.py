@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.config_file import parse_scalar
+from tierstream.engine.config_file import parse_scalar, read
 from tierstream.engine.config_tree import (
     REQUIRED,
     Given,
@@ -62,6 +63,28 @@ def parse_options(
         raise ConfigError(_unexpected(tree, rest[0], prog))
     typed = {key: _given(texts, known[key]) for key, texts in _texts(parsed, "")}
     return build(cls, {**given, **typed}, f"{source} with the options given" if typed and given else source)
+
+
+def parse_run(cls: type[ConfigT], args: Sequence[str], *, command: str, description: str) -> ConfigT:
+    """The configuration of `command RUN.yaml [options]`: that of the run file, changed by the options.
+
+    Args:
+        cls: `RunConfig`, or one with options of the command's own.
+
+    Raises:
+        ConfigError: the file is missing or wrong, or an option or value is.
+    """
+    from tierstream.engine.config import RunConfig  # which most commands do without
+
+    files, options = take_positionals(args, ["RUN.yaml"], command)
+    return parse_options(
+        cls,
+        options,
+        prog=f"{command} RUN.yaml",
+        description=description,
+        given=read(RunConfig, Path(files[0])) if files else {},
+        source=files[0] if files else "RUN.yaml",
+    )
 
 
 @dataclasses.dataclass(kw_only=True)

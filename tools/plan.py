@@ -9,14 +9,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.config_file import read
 from tierstream.io import durable
 from tierstream.io.errors import ConfigError
-from tierstream.tools.options import parse_options, take_positionals
+from tierstream.tools.options import parse_run
 from tierstream.tools.quiet import without_warnings
 
 if TYPE_CHECKING:
@@ -61,15 +59,7 @@ class PlanOptions(RunConfig):
 
 def main(args: Sequence[str]) -> int:
     """The command with its arguments. Returns the exit status; raises TierstreamError."""
-    files, rest = take_positionals(args, ["RUN.yaml"], "tierstream plan")
-    options = parse_options(
-        PlanOptions,
-        rest,
-        prog="tierstream plan RUN.yaml",
-        description=_DESCRIPTION,
-        given=read(RunConfig, Path(files[0])) if files else {},
-        source=files[0] if files else "RUN.yaml",
-    )
+    options = parse_run(PlanOptions, args, command="tierstream plan", description=_DESCRIPTION)
     # Thousands of units are made once and stay: looking through them for garbage is a fifth of the time.
     gc.disable()
     try:

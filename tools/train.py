@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.config_file import read
 from tierstream.io.drives import check_directories
 from tierstream.io.profile import MachineProfile
 from tierstream.tools.live import ConsoleCallback
-from tierstream.tools.options import parse_options, take_positionals
+from tierstream.tools.options import parse_run
 from tierstream.tools.signals import StopOnSignal
 
 _DESCRIPTION = """\
@@ -29,16 +27,8 @@ Train a model as RUN.yaml says.
 
 def main(args: Sequence[str]) -> int:
     """The command with its arguments. Returns the exit status; raises TierstreamError."""
-    files, options = take_positionals(args, ["RUN.yaml"], "tierstream train")
-    config = parse_options(
-        RunConfig,
-        [re.sub(r"^--resume(?==|$)", "--checkpoint.resume", option) for option in options],
-        prog="tierstream train RUN.yaml",
-        description=_DESCRIPTION,
-        given=read(RunConfig, Path(files[0])) if files else {},
-        source=files[0] if files else "RUN.yaml",
-    )
-    return run_train(config)
+    options = [re.sub(r"^--resume(?==|$)", "--checkpoint.resume", option) for option in args]
+    return run_train(parse_run(RunConfig, options, command="tierstream train", description=_DESCRIPTION))
 
 
 def _look_at_drives(config: RunConfig) -> None:
