@@ -6,7 +6,7 @@ loaded values are compared, then what we export of them, then loss and gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,7 +35,7 @@ from tierstream.engine.step.runtime import Runtime
 from tierstream.engine.weights.fill import FirstValues
 from tierstream.engine.weights.safetensors_dir import open_checkpoint
 from tierstream.engine.weights.source import LoadPlan, plan_load
-from tierstream.tiered.layout import Page
+from tierstream.tiered.layout import Page, Unit
 from tierstream.tiered.store import Store
 
 Tensors = Mapping[str, torch.Tensor]
@@ -126,18 +126,7 @@ class Streamed:
 
     def tensors(self, plane: str) -> dict[str, torch.Tensor]:
         """One plane of every parameter."""
-        found: dict[str, torch.Tensor] = {}
-        stacks: dict[str, list[torch.Tensor]] = {}
-        for unit in self.units.in_forward_order:
-            flat = torch.from_numpy(self.plane(unit.name, plane))
-            flat = flat.view(torch.bfloat16) if flat.dtype == torch.uint16 else flat
-            for tensor in unit.tensors:
-                value = flat[tensor.offset : tensor.end].view(tensor.shape)
-                if tensor.part is None:
-                    found[tensor.name] = value
-                else:
-                    stacks.setdefault(tensor.name, []).append(value)
-        return found | {name: torch.stack(parts) for name, parts in stacks.items()}
+        return by_parameter(self.units.in_forward_order, lambda unit: self.plane(unit.name, plane))
 
     def step(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and gradients."""
@@ -181,6 +170,22 @@ def streamed(
         runtime = assemble.build_runtime(run, model, units, layout, plan, store, device, total_updates=1)
         parts.callback(runtime.close)
         yield Streamed(model, units, weights, store, runtime)
+
+
+def by_parameter(units: Iterable[Unit], plane: Callable[[Unit], np.ndarray]) -> dict[str, torch.Tensor]:
+    """What flat planes hold (fp32, or bfloat16 as uint16), by parameter; experts are stacked again."""
+    found: dict[str, torch.Tensor] = {}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for unit in units:
+        flat = torch.from_numpy(plane(unit))
+        flat = flat.view(torch.bfloat16) if flat.dtype == torch.uint16 else flat
+        for tensor in unit.tensors:
+            value = flat[tensor.offset : tensor.end].view(tensor.shape)
+            if tensor.part is None:
+                found[tensor.name] = value
+            else:
+                stacks.setdefault(tensor.name, []).append(value)
+    return found | {name: torch.stack(parts) for name, parts in stacks.items()}
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from tierstream.engine.model.frozen import freeze
 from tierstream.engine.model.meta_model import materialise_buffers
 from tierstream.engine.model.units import ModelUnits, units_of_run
 from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.parity.compare import by_parameter
 from tierstream.engine.parity.twin import randomise
 from tierstream.engine.plan import Plan, TiersConfig, make_plan
 from tierstream.engine.step.batch import Batch
@@ -211,20 +212,9 @@ class Rig:
 
     def tensors(self, plane: str = "weight") -> dict[str, torch.Tensor]:
         """fp32 copies of one plane of every tensor that has it, by parameter name."""
-        found: dict[str, torch.Tensor] = {}
-        stacks: dict[str, list[torch.Tensor]] = {}
-        for unit in self.units.in_forward_order:
-            if (unit.name, plane) not in self.layout.planes:
-                continue
-            flat = torch.from_numpy(self.plane(unit.name, plane))
-            flat = flat.view(torch.bfloat16).float() if flat.dtype == torch.uint16 else flat
-            for tensor in unit.tensors:
-                value = flat[tensor.offset : tensor.end].view(tensor.shape)
-                if tensor.part is None:
-                    found[tensor.name] = value
-                else:
-                    stacks.setdefault(tensor.name, []).append(value)
-        return found | {name: torch.stack(parts) for name, parts in stacks.items()}
+        having = (unit for unit in self.units.in_forward_order if (unit.name, plane) in self.layout.planes)
+        found = by_parameter(having, lambda unit: self.plane(unit.name, plane))
+        return {name: value.float() for name, value in found.items()}
 
     def close(self) -> None:
         self.runtime.close()
