@@ -38,9 +38,12 @@ class Machine:
     rates: Rates
 
     @classmethod
-    def here(cls, config: RunConfig) -> Self:
+    def here(cls, config: RunConfig, profile: MachineProfile | None = None) -> Self:
         """This machine, as the run would find it now; what its profile does not know is measured, which takes
         some seconds.
+
+        Args:
+            profile: that of the run, where it was read already.
 
         Raises:
             StorageError, ConfigError: see `load_profile` and `known_drives`.
@@ -53,7 +56,7 @@ class Machine:
         from tierstream.io import probes
         from tierstream.io.memory import memory_budget
 
-        profile, device = machine.load_profile(config.tiers), Device(config.train.device)
+        profile, device = profile or machine.load_profile(config.tiers), Device(config.train.device)
         drives = machine.known_drives(config.tiers, profile)
         dtype = getattr(torch, config.model.dtype)
         threads = assemble.update_threads(config)

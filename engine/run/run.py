@@ -103,11 +103,11 @@ class Run:
         identity.write(state["run_id"])
         units = units_of_run(model, config.moe, config.optimizer)
         device = Device(config.train.device)
-        config = placed(config, device, units, hf_config.get_text_config().vocab_size, callbacks.on_event)
+        profile, vocabulary = load_profile(config.tiers), hf_config.get_text_config().vocab_size
+        config = placed(config, profile, device, units, vocabulary, callbacks.on_event)
         plan, layout = assemble.plan_run(config, units, device)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
         start = FirstValues(config, model, units, snapshot, assemble.plan_weights(config, model))
-        profile = load_profile(config.tiers)
         assemble.check_space(config, plan, run_dir)
         paths = assemble.check_paths(config)
         rows, eval_rows = _open_rows(config, directory, hf_config, callbacks, state.get("data_cursor"), parts)
