@@ -102,6 +102,22 @@ def plan_run(config: RunConfig, units: ModelUnits, device: Device) -> tuple[Plan
         BudgetError: a tier cannot hold what it must hold at once.
         ConfigError: see `check_rows`.
     """
+    available_bytes = memory.memory_budget().available_bytes
+    return plan_on(config, units, torch.get_num_threads(), available_bytes, device_in_host=not device.is_cuda)
+
+
+def plan_on(
+    config: RunConfig, units: ModelUnits, cores: int, available_bytes: int, *, device_in_host: bool
+) -> tuple[Plan, Layout]:
+    """`make_plan` for this run, on a machine with so many cores and so much free host memory.
+
+    Args:
+        device_in_host: the device is the CPU.
+
+    Raises:
+        BudgetError: a tier cannot hold what it must hold at once.
+        ConfigError: see `check_rows`.
+    """
     check_rows(config, units)
     return make_plan(
         config.tiers,
@@ -109,9 +125,9 @@ def plan_run(config: RunConfig, units: ModelUnits, device: Device) -> tuple[Plan
         units,
         rows=config.train.rows_per_step,
         seq_len=config.data.seq_len,
-        device_in_host=not device.is_cuda,
-        update_threads=update_threads(config),
-        available_bytes=memory.memory_budget().available_bytes,
+        device_in_host=device_in_host,
+        update_threads=config.optimizer.threads_of(cores),
+        available_bytes=available_bytes,
         expert_nbytes=config.moe.gpu_cache,
         copy_memory=config.checkpoint.copy_memory if config.checkpoint.on_the_way else 0,
     )
@@ -316,9 +332,8 @@ def build_runtime(
 
 
 def update_threads(config: RunConfig) -> int:
-    """Those asked for, or torch's, less a few that move pages and launch layers."""
-    cores = torch.get_num_threads()
-    return config.optimizer.threads or cores - cores // 5
+    """CPU threads of the update, on this machine."""
+    return config.optimizer.threads_of(torch.get_num_threads())
 
 
 def set_determinism(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from tierstream.engine import assemble
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model.units import ModelUnits, units_of_run
-from tierstream.engine.plan import Plan, make_plan
+from tierstream.engine.plan import Plan
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.step.script import StepScript
 from tierstream.io.errors import BudgetError
@@ -56,7 +56,6 @@ def case_of(config: RunConfig, machine: Machine, model: Model | None = None) -> 
         ConfigError, ModelSourceError: as before the first step of the run.
     """
     units, vocabulary = model or units_of(config)
-    assemble.check_rows(config, units)
     plan, layout = plan_for(config, machine, units)
     return Case(config, units, layout, plan, vocabulary)
 
@@ -79,18 +78,10 @@ def plan_for(config: RunConfig, machine: Machine, units: ModelUnits) -> tuple[Pl
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
+        ConfigError: see `assemble.check_rows`.
     """
-    plan, layout = make_plan(
-        config.tiers,
-        config.optimizer,
-        units,
-        rows=config.train.rows_per_step,
-        seq_len=config.data.seq_len,
-        device_in_host=machine.gpu_bytes is None,
-        update_threads=config.optimizer.threads or machine.cores - machine.cores // 5,
-        available_bytes=machine.host_bytes,
-        expert_nbytes=config.moe.gpu_cache,
-        copy_memory=config.checkpoint.copy_memory if config.checkpoint.on_the_way else 0,
+    plan, layout = assemble.plan_on(
+        config, units, machine.cores, machine.host_bytes, device_in_host=machine.gpu_bytes is None
     )
     if machine.gpu_bytes is not None and plan.gpu_bytes > machine.gpu_bytes:
         raise BudgetError(

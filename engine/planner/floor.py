@@ -29,7 +29,7 @@ def floor_s(case: Case, machine: Machine, times: LayerTimes) -> float:
     compute_s = _compute_s(case, times)
     host_s = case.grain * machine.rates.page_s * (len(uses) - _uses_spared(case))
     update_s, up_s, down_s = _updates_and_links(case, machine, set(hit), idle)
-    threads = case.config.optimizer.threads or machine.cores - machine.cores // 5
+    threads = case.config.optimizer.threads_of(machine.cores)
     cores_s = host_s + min(threads, machine.cores) * (0.0 if case.plan.gpu_updates else update_s)
     if machine.gpu_bytes is None:
         cores_s += machine.cores * compute_s + up_s + down_s

@@ -86,7 +86,7 @@ def _placements(config: RunConfig, machine: Machine) -> list[dict[str, Any]]:
         return [{}]
     if machine.gpu_bytes is None:
         return [{"optimizer.placement": "cpu"}]
-    threads = optimizer.threads or machine.cores - machine.cores // 5
+    threads = optimizer.threads_of(machine.cores)
     usual = "both" if optimizer.updates_on_device(device_in_host=False, threads=threads) else "cpu"
     places = [usual, *(place for place in ("cpu", "both", "gpu") if place != usual)]
     return [{"optimizer.placement": place} for place in places]

@@ -97,7 +97,7 @@ class Hardware:
         self.rates = rates = machine.rates
         self.in_host = machine.gpu_bytes is None
         self.cores = cores = Cores(clock, machine.cores)
-        threads = case.config.optimizer.threads or machine.cores - machine.cores // 5
+        threads = case.config.optimizer.threads_of(machine.cores)
         self.interpreter = Lane(clock, cores.threads(1))
         self.kernel = Lane(clock, cores.threads(threads))
         self.compute = Lane(clock, cores.threads(machine.cores) if self.in_host else Dedicated())

@@ -103,6 +103,10 @@ class OptimizerConfig:
                 "check_finite to true"
             )
 
+    def threads_of(self, cores: int) -> int:
+        """CPU threads of the update: those asked for, or all but a few that move pages and launch layers."""
+        return self.threads or cores - cores // 5
+
     def updates_on_device(self, *, device_in_host: bool, threads: int) -> bool:
         """Whether planes pass through the device, which may be the CPU itself.
 
