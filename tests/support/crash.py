@@ -47,6 +47,7 @@ class CrashingSyscalls(FaultySyscalls):
         self._attic = Path(tempfile.mkdtemp(prefix="crash-"))
         self._synced: dict[int, bytes] = {}  # inode of a file -> what it held at its last fsync
         self._names: dict[int, list[Undo]] = {}  # inode of a directory -> its changes since its last fsync
+        self._held: dict[int, int] = {}  # inode -> a descriptor of it
 
     @property
     def stopped(self) -> bool:
@@ -62,18 +63,20 @@ class CrashingSyscalls(FaultySyscalls):
         new = bool(flags & os.O_CREAT) and not os.path.exists(path)
         fd = super().open(path, flags, mode)
         if new:
-            self._synced[os.fstat(fd).st_ino] = b""
+            self._synced[self._inode(path)] = b""
             self._changed(path, lambda directory: (directory / os.path.basename(path)).unlink())
         return fd
 
     def pwritev(self, fd: int, buffer: HostBytes, offset: int) -> int:
-        before = Path(f"/proc/self/fd/{fd}").read_bytes()
+        file = Path(f"/proc/self/fd/{fd}")
+        inode = self._inode(str(file))
+        before = b"" if inode in self._synced else file.read_bytes()
         count = super().pwritev(fd, buffer, offset)
-        self._synced.setdefault(os.fstat(fd).st_ino, before)
+        self._synced.setdefault(inode, before)
         return count
 
     def fsync(self, fd: int) -> None:
-        super().fsync(fd)
+        self._before_fd("fsync", fd)  # and not of the drive: what lasts is what this object says
         inode = os.fstat(fd).st_ino
         self._synced.pop(inode, None)
         self._names.pop(inode, None)
@@ -121,8 +124,17 @@ class CrashingSyscalls(FaultySyscalls):
         return kept
 
     def _changed(self, path: str, undo: Undo) -> None:
-        inode = os.stat(os.path.dirname(os.path.abspath(path))).st_ino
+        inode = self._inode(os.path.dirname(os.path.abspath(path)))
         self._names.setdefault(inode, []).append(undo)
+
+    def _inode(self, path: str) -> int:
+        """Its number, which no other file or directory gets: the file system gives it away again once nothing
+        has a name or a descriptor of it."""
+        descriptor = os.open(path, os.O_PATH)
+        inode = os.fstat(descriptor).st_ino
+        if self._held.setdefault(inode, descriptor) != descriptor:
+            os.close(descriptor)
+        return inode
 
     def lose_unsynced(self, seed: int, root: Path) -> None:
         """Does to the tree `root` what a drive may do when the power goes."""
@@ -136,7 +148,13 @@ class CrashingSyscalls(FaultySyscalls):
             changes = self._names.get(inode, [])
             for undo in reversed(changes[rng.randint(0, len(changes)) :]):
                 undo(path)
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives back what it kept for `lose_unsynced`."""
         shutil.rmtree(self._attic)
+        for descriptor in self._held.values():
+            os.close(descriptor)
 
 
 def _damage(path: Path, synced: bytes, rng: random.Random) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import subprocess
 import tempfile
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.faults import FaultySyscalls, refuse_direct_open, refuse_direct_transfer
 
@@ -30,6 +33,7 @@ PATH_OF_KIND = {
 }
 #: Slower than the drives of most machines, so that requests do wait for their time; not by much, as tests do.
 THROTTLED = Limits(read=3e9, write=3e9, total=4e9, latency_s=1e-5)
+_libc = ctypes.CDLL(None, use_errno=True)
 POSIX_KINDS = tuple(kind for kind in PATH_OF_KIND if kind.startswith("posix"))
 
 
@@ -92,15 +96,17 @@ def small_ext4(directory: Path, nbytes: int, *, options: str = "") -> Iterator[P
         _runs(["umount", str(point)])
 
 
-def in_page_cache(path: Path, offset: int = 0) -> bool:
-    """Whether the kernel holds the byte of the file in its page cache: the witness of buffered I/O."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
+def in_page_cache(path: Path) -> bool:
+    """Whether the kernel holds the file's first byte in its page cache: the witness of buffered I/O.
+
+    It asks mincore(2), which reads nothing; a read with RWF_NOWAIT may begin to read ahead.
+    """
+    held = ctypes.c_ubyte()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ) as mapped:
+        address = ctypes.c_void_p(np.frombuffer(mapped, np.uint8).ctypes.data)
+        if _libc.mincore(address, ctypes.c_size_t(1), ctypes.byref(held)) != 0:
+            raise OSError(ctypes.get_errno(), "mincore", str(path))
+    return bool(held.value & 1)
 
 
 def open_descriptors() -> list[str]:

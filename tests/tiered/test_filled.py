@@ -103,8 +103,10 @@ def test_whenever_the_power_goes_recorded_bytes_are_those_of_the_record(tmp_path
     def put(place: Path, byte: int) -> None:
         path, calls = str(place / "a/weight/c/0"), seam.current()
         fd = calls.open(path, os.O_WRONLY)
-        transfer_all(Direction.WRITE, fd, path, np.full(512, byte, np.uint8), 0)
-        calls.close(fd)
+        try:
+            transfer_all(Direction.WRITE, fd, path, np.full(512, byte, np.uint8), 0)
+        finally:
+            calls.close(fd)
 
     def prepare(place: Path) -> None:
         (place / "a/weight/c").mkdir(parents=True)
