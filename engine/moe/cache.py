@@ -10,19 +10,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from tierstream.engine.device.device import Device, Event
 from tierstream.engine.device.page_copies import PageCopies
+from tierstream.engine.model.units import TORCH_DTYPES
 from tierstream.engine.moe.slots import ExpertSlots, Slot
 from tierstream.engine.moe.use import CacheCounts
 from tierstream.engine.trace.trace import Trace, Track
 from tierstream.io.errors import InvariantError
-from tierstream.tiered.layout import Layout
+from tierstream.tiered.layout import Layout, Unit
 from tierstream.tiered.store import Store
+
+
+class ExpertShapes(NamedTuple):
+    """What the bytes of a unit are, alike for all experts of a layer.
+
+    Attributes:
+        tensors: of each parameter its name in its module, where it begins and ends, and its shape.
+        trained: they are leaves of graphs.
+    """
+
+    dtype: torch.dtype
+    tensors: tuple[tuple[str, int, int, tuple[int, ...]], ...]
+    trained: bool
+
+    @classmethod
+    def of(cls, unit: Unit) -> ExpertShapes:
+        tensors = ((t.name.rpartition(".")[2], t.offset, t.end, tuple(t.shape)) for t in unit.tensors)
+        return cls(TORCH_DTYPES[unit.dtype], tuple(tensors), unit.trained)
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +50,17 @@ class _Buffer:
     bytes: torch.Tensor
     ready: Event | None = None
     idle: Event | None = None
+    _parameters: dict[ExpertShapes, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def parameters(self, shapes: ExpertShapes) -> dict[str, torch.Tensor]:
+        """Views of the bytes. They are made once: thousands of experts lie here in every step."""
+        if shapes not in self._parameters:
+            values = self.bytes.view(shapes.dtype)
+            self._parameters[shapes] = {
+                name: values[start:end].view(shape).detach().requires_grad_(shapes.trained)
+                for name, start, end, shape in shapes.tensors
+            }
+        return self._parameters[shapes]
 
 
 class ExpertCache:
@@ -101,8 +132,8 @@ class ExpertCache:
             self._slots.expect(units)
             self._state.notify_all()
 
-    def take(self, unit: str) -> torch.Tensor:
-        """The bytes of a wanted unit, ready for the compute lane."""
+    def take(self, unit: str, shapes: ExpertShapes) -> dict[str, torch.Tensor]:
+        """The parameters of a wanted unit by their names, ready for the compute lane."""
         with self._trace.stall("experts", unit), self._state:
             self._state.wait_for(lambda: self._slots.filled(unit) is not None or self._error is not None)
             if self._error is not None:
@@ -110,7 +141,7 @@ class ExpertCache:
             slot = self._slots.filled(unit)
         assert slot is not None
         self._device.compute.wait(slot.buffer.ready)
-        return slot.buffer.bytes
+        return slot.buffer.parameters(shapes)
 
     def release(self, unit: str) -> None:
         """The compute lane has been given all that reads what was taken."""

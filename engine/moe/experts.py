@@ -10,7 +10,7 @@ What the flags of transformers' `use_experts_implementation` say is all that is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,13 @@ import torch
 from torch import nn
 
 from tierstream.engine.device.device import Device
-from tierstream.engine.model.units import TORCH_DTYPES
-from tierstream.engine.moe.cache import ExpertCache
+from tierstream.engine.moe.cache import ExpertCache, ExpertShapes
 from tierstream.engine.step.gradients import GradientBuffers
 from tierstream.tiered.layout import Unit
+
+#: Within, calls of torch are not looked at by modes: what follows routers' choices has no part in what goes
+#: on between experts, and costs as much as the calls.
+_PLAIN = torch._C.DisableTorchFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +32,14 @@ class Routing:
     """Which tokens go to which expert.
 
     Attributes:
-        order: int64 [tokens * choices], the (token, choice) pairs sorted by expert; token = pair // choices.
+        order: int64 [tokens * choices], the (token, choice) pairs sorted by expert.
+        tokens: the same, the token of each of them.
         spans: expert -> its first and last pair in `order`; only of those that have any, in order.
         choices: experts per token.
     """
 
     order: torch.Tensor
+    tokens: torch.Tensor
     spans: dict[int, tuple[int, int]]
     choices: int
 
@@ -48,7 +53,14 @@ class Routing:
             if count:
                 spans[expert] = start, start + count
                 start += count
-        return cls(torch.sort(flat, stable=True).indices, spans, index.shape[-1])
+        order = torch.sort(flat, stable=True).indices
+        return cls(order, order // index.shape[-1], spans, index.shape[-1])
+
+    def in_order_of_tokens(self, pairs: torch.Tensor) -> torch.Tensor:
+        """What belongs to the pairs, sorted by expert, [tokens * choices, ...] sorted by token."""
+        sorted_by_token = torch.empty_like(pairs)
+        sorted_by_token[self.order] = pairs
+        return sorted_by_token
 
 
 class StreamedExperts:
@@ -89,6 +101,7 @@ class StreamedExperts:
         if before is not None:
             before._after = self
         self._device, self._cache, self._gradients = device, cache, gradients
+        self._shapes = ExpertShapes.of(units[0])
         self.routing: Routing | None = None
         self.output_needed = True
         self.last_output: torch.Tensor | None = None
@@ -131,11 +144,15 @@ class StreamedExperts:
         """The output, without a graph."""
         routing = self.routing
         assert routing is not None
-        pairs = hidden.new_empty(routing.order.numel(), hidden.shape[-1])
-        for expert, parameters in self._streamed():
-            mine = routing.order[slice(*routing.spans[expert])]
-            pairs[mine] = self._mlp(hidden[mine // routing.choices], parameters)
-        return _summed(pairs * weights.reshape(-1, 1), routing.choices).to(hidden.dtype)
+        with _PLAIN():
+            rows = hidden[routing.tokens]  # those of an expert lie side by side
+            out = torch.empty_like(rows)
+            for expert, parameters in self._streamed():
+                mine = slice(*routing.spans[expert])
+                out[mine] = self._mlp(rows[mine], parameters)
+            del rows
+            pairs = routing.in_order_of_tokens(out)
+            return _summed(pairs * weights.reshape(-1, 1), routing.choices).to(hidden.dtype)
 
     def skipped(self, hidden: torch.Tensor) -> torch.Tensor:
         """Memory of the output's shape, whose content nothing needs."""
@@ -152,49 +169,43 @@ class StreamedExperts:
         """
         routing = self.routing
         assert routing is not None
-        flat_weights = weights.reshape(-1)
-        grad_hidden = hidden.new_empty(routing.order.numel(), hidden.shape[-1])
-        grad_weights = torch.empty_like(flat_weights)
-        for expert, parameters in self._streamed():
-            mine = routing.order[slice(*routing.spans[expert])]
-            tokens = mine // routing.choices
-            leaves = [p.detach().requires_grad_(self.trained) for p in parameters]
-            part = hidden[tokens].requires_grad_()
-            with torch.enable_grad():
-                out = self._mlp(part, leaves)
-            coming = grad[tokens].to(torch.result_type(grad, weights))
-            grad_weights[mine] = (out.detach() * coming).sum(-1).to(weights.dtype)
-            grad_out = (coming * flat_weights[mine].unsqueeze(-1)).to(out.dtype)
-            trained = leaves if self.trained else []
-            grad_hidden[mine], *grads = torch.autograd.grad(out, [part, *trained], grad_out)
-            if self.trained:
-                self._gradients.open(self.units[expert]).add(grads)
-                self._gradients.close(self.units[expert])
-        if self._next_back is not None:
-            self._cache.expect(self._next_back.hit)
-        return _summed(grad_hidden, routing.choices).to(hidden.dtype), grad_weights.view_as(weights)
+        with _PLAIN():
+            rows, coming = hidden[routing.tokens], grad[routing.tokens].to(torch.result_type(grad, weights))
+            grads_out = coming * weights.reshape(-1)[routing.order].unsqueeze(-1)
+            grad_rows, grad_weights = torch.empty_like(rows), weights.new_empty(len(rows))
+            for expert, parameters in self._streamed():
+                mine = slice(*routing.spans[expert])
+                part = rows[mine].requires_grad_()
+                with torch.enable_grad():
+                    out = self._mlp(part, parameters)
+                grad_weights[mine] = (out.detach() * coming[mine]).sum(-1)
+                wanted = [part, *parameters.values()] if self.trained else [part]
+                grad_rows[mine], *grads = torch.autograd.grad(out, wanted, grads_out[mine].to(out.dtype))
+                if self.trained:
+                    self._gradients.open(self.units[expert]).add(grads)
+                    self._gradients.close(self.units[expert])
+            if self._next_back is not None:
+                self._cache.expect(self._next_back.hit)
+            grad_hidden = _summed(routing.in_order_of_tokens(grad_rows), routing.choices).to(hidden.dtype)
+            return grad_hidden, routing.in_order_of_tokens(grad_weights).view_as(weights)
 
-    def _streamed(self) -> Any:
+    def _streamed(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Every expert that has tokens with its parameters, in the order in which they come."""
-        experts = {self.units[expert].name: expert for expert in self.routing.spans}  # type: ignore[union-attr]
+        assert self.routing is not None
+        experts = {self.units[expert].name: expert for expert in self.routing.spans}
         for name in self._cache.want(list(experts)):
-            unit = self.units[experts[name]]
-            flat = self._cache.take(name)[: unit.numel * TORCH_DTYPES[unit.dtype].itemsize]
-            values = flat.view(TORCH_DTYPES[unit.dtype])
-            yield experts[name], [values[t.offset : t.end].view(t.shape) for t in unit.tensors]
+            yield experts[name], self._cache.take(name, self._shapes)
             self._cache.release(name)
 
-    def _mlp(self, x: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _mlp(self, x: torch.Tensor, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """One expert over its tokens."""
         module = self.module
-        own = {t.name.rpartition(".")[2]: p for t, p in zip(self.units[0].tensors, parameters, strict=True)}
         gated = getattr(module, "has_gate", True)
-        up = "gate_up_proj" if gated else "up_proj"
-        hidden = self._project(x, own, up)
+        hidden = self._project(x, own, "gate_up_proj" if gated else "up_proj")
         hidden = module._apply_gate(hidden) if gated else module.act_fn(hidden)  # type: ignore[operator]
         return self._project(hidden, own, "down_proj")
 
-    def _project(self, x: torch.Tensor, own: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    def _project(self, x: torch.Tensor, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         matrix = own[name] if self.module.is_transposed else own[name].t()
         return x @ matrix + own[f"{name}_bias"] if self.module.has_bias else x @ matrix
 
