@@ -122,9 +122,9 @@ def test_a_steady_step_allocates_nothing_and_waits_for_the_device_once() -> None
         for batch in steps[:3]:
             run.runtime.step(batch)
         sweep, run_sweep = run.runtime._sweep, run.runtime._sweep.run
-        run_layer = sweep.layer_forward
+        layers, run_layer = sweep._layers, sweep._layers.forward
 
-        def layer(*args: Any) -> torch.Tensor:
+        def layer(*args: Any) -> list[torch.Tensor]:
             torch.cuda.set_sync_debug_mode("error")
             return run_layer(*args)
 
@@ -134,7 +134,7 @@ def test_a_steady_step_allocates_nothing_and_waits_for_the_device_once() -> None
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        sweep.run, sweep.layer_forward = without_waiting, layer  # type: ignore[method-assign]
+        sweep.run, layers.forward = without_waiting, layer  # type: ignore[method-assign]
         before = torch.cuda.memory_stats()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
