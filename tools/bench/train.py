@@ -69,9 +69,8 @@ def main(args: Sequence[str]) -> int:
             peers.check_installed(name)
         peer_dirs = [options.peer_nvme_dir] if options.peer_nvme_dir else []
         check_directories((path, 0) for path in (*(options.nvme_dirs or []), *peer_dirs))
-        scratch = [stack.enter_context(ScratchFolder(path)).path for path in options.nvme_dirs or []]
         stack.enter_context(_device_memory_errors())
-        bench = _Bench.prepare(options, options.run_config(folder, scratch or None))
+        bench = _Bench.prepare(options, options.run_config(folder, options.nvme_dirs))
         depths = options.layers or [architecture(options.shape)["num_hidden_layers"]]
         for layers, stream in itertools.product(depths, options.stream):
             bench.config.moe.stream = stream
@@ -168,7 +167,8 @@ class _Bench:
             )
         ]
         with ExitStack() as stack:
-            bench = stack.enter_context(TieredBench(self.config, settings, self.known, self.batch))
+            config, known = stack.enter_context(self._scratch())
+            bench = stack.enter_context(TieredBench(config, settings, known, self.batch))
             whole = "whole layers" if self.config.moe.stream == "layers" else ""
             cases = [
                 bench.case(
@@ -212,6 +212,18 @@ class _Bench:
             flop = self.measured[-1].flop_per_step
             self.measured.append(MeasuredCase(found, peer.records[-rounds:], flop))
 
+    @contextmanager
+    def _scratch(self) -> Iterator[tuple[RunConfig, list[KnownDrive]]]:
+        """The configuration with folders of its own on the drives. What fills them is gone at the end: before
+        a peer comes that fills its own, or another depth.
+        """
+        with ExitStack() as stack:
+            directories = self.options.nvme_dirs or []
+            paths = [stack.enter_context(ScratchFolder(path)).path for path in directories]
+            config = replace(self.config, tiers=replace(self.config.tiers, nvme_dirs=paths or None))
+            known = [replace(drive, directory=path) for drive, path in zip(self.known, paths, strict=True)]
+            yield config, known
+
     def _peer(self, name: PeerName) -> PeerCase:
         """For the model that is measured now."""
         from tierstream.engine.model.meta_model import build_meta_model
@@ -239,7 +251,8 @@ class _Bench:
         from tierstream.tools.bench.training import difference
 
         steps = [setting for setting, _ in history]
-        losses = resident_losses(self.config, steps, self.known, self.batch)
+        with self._scratch() as (config, known):
+            losses = resident_losses(config, steps, known, self.batch)
         found = difference([loss for _, loss in history], losses)
         self.good = self.good and not found
         equal = f"all {len(losses)} losses are equal to the bit to those with all that fits on the device"

@@ -174,17 +174,22 @@ def test_a_peer_is_a_case_among_ours(bench: StorageBench, tmp_path: Path, turns:
 
 
 def test_a_peer_that_fails_alone_costs_only_its_own_figures(
-    bench: StorageBench, monkeypatch: pytest.MonkeyPatch
+    bench: StorageBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "command", lambda name: [sys.executable, "-c", "import sys; sys.exit('full')"])
-    args = [*TINY, "--baseline", "fsdp2-offload", "--turns", "blocks", "--json", "-"]
+    """And it has the drive for itself: what our cases had there is gone."""
+    (drive := tmp_path / "drive").mkdir()
+    code = f"import os, sys; sys.exit('found ' + str(os.listdir({str(drive)!r})))"
+    monkeypatch.setattr(peers, "command", lambda name: [sys.executable, "-c", code])
+    args = [*TINY, "--nvme-dirs", str(drive), "--dram", "1MiB"]
+    args += ["--baseline", "fsdp2-offload", "--turns", "blocks", "--json", "-"]
     status, out, err = bench.run(*args)
     assert (status, err) == (1, "")
     plain = json.loads(out)
     assert [entry["run"] for entry in plain["measurements"]] == ["tiered"]
-    assert plain["notes"][0].startswith("4 layers: --baseline fsdp2-offload: its process ended with status 1")
+    said = "4 layers: --baseline fsdp2-offload: its process ended with status 1; it said last: found []"
+    assert [note for note in plain["notes"] if note.startswith(said)]
     assert "peers" not in plain["details"]
-    said = ["--baseline fsdp2-offload", "it said last: full"]
+    said = ["--baseline fsdp2-offload", "it said last: found"]
     bench.refused(*TINY, "--baseline", "fsdp2-offload", said=said)
 
 
