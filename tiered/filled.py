@@ -34,9 +34,13 @@ _VERSION = 1
 
 def identity_of(values: Identity, layout: Layout, roots: Sequence[str]) -> Identity:
     """`values`, with what a store adds to it."""
-    planes = [asdict(spec) for spec in layout.planes.values() if spec.durable]
-    places = json.dumps([layout.page_bytes, planes]).encode()
-    return {**values, "planes": hashlib.sha256(places).hexdigest(), "directories": json.dumps(list(roots))}
+    planes = json.dumps([asdict(spec) for spec in layout.planes.values() if spec.durable])
+    return {
+        **values,
+        "planes": hashlib.sha256(planes.encode()).hexdigest(),
+        "page size": str(layout.page_bytes),
+        "directories": json.dumps(list(roots)),
+    }
 
 
 class Filled:
@@ -47,11 +51,13 @@ class Filled:
 
     Attributes:
         pages: of units that are recorded -> their checksums, where known.
+        other: parts of the identity in which a record was found to differ, so that it does not count.
     """
 
     def __init__(self, roots: Sequence[str], identity: Identity, mark: str) -> None:
         self._roots, self._identity, self._mark = roots, identity, mark
         self.pages: dict[Page, Checksums | None] = {}
+        self.other: list[str] = []
 
     @property
     def units(self) -> set[str]:
@@ -77,8 +83,9 @@ class Filled:
             return f"{path} is damaged"
         theirs: Identity = body["identity"]
         parts = sorted(self._identity.keys() | theirs.keys())
-        if other := [part for part in parts if theirs.get(part) != self._identity.get(part)]:
-            return f"{path} is of other {' and '.join(other)}"
+        self.other = [part for part in parts if theirs.get(part) != self._identity.get(part)]
+        if self.other:
+            return f"{path} is of other {' and '.join(self.other)}"
         if set(marks) != {body["mark"]}:
             return f"{path} is older than what is in the directories"
         self._mark = body["mark"]

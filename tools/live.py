@@ -43,7 +43,9 @@ def step_line(metrics: StepMetrics, last_step: int, bound_s: float | None, colum
     if metrics.skipped:
         parts.insert(1, "SKIPPED")
     if bound_s is not None and metrics.step_s > 0:
-        parts.append(f"{100 * bound_s / metrics.step_s:.0f}% bound")
+        share = 100 * bound_s / metrics.step_s
+        # What is faster than possible says that the machine was slower when its rates were measured.
+        parts.append(f"{share:.0f}% bound" if share <= 100 else ">100% bound (measured slower)")
     parts.append(f"epoch {metrics.epoch:.2f}")
     cause, seconds = max(metrics.stall_s.items(), key=lambda item: item[1], default=("", 0.0))
     if metrics.step_s > 0 and seconds >= 0.005 * metrics.step_s:

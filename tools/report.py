@@ -128,8 +128,9 @@ def _summary(history: History, plan: PlanReport | None, evaluations: Sequence[Ma
         rows.insert(1, ("parameters", f"{plan.parameters:,}{frozen}"))
         if plan.bound is not None and step_s:
             resource, bound_s = plan.bound
-            percent = f"{100 * bound_s * count / step_s:.1f} %"
-            rows.append(("of the speed that is possible", f"{percent} (set by {resource})"))
+            share = 100 * bound_s * count / step_s
+            told = f"{share:.1f} %" if share <= 100 else "more than 100 %: the machine was measured slower"
+            rows.append(("of the speed that is possible", f"{told} (set by {resource})"))
     return Grid(["", ""], [list(row) for row in rows], 1, "Summary")
 
 

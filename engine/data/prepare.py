@@ -142,7 +142,4 @@ def tokenizer_directory(data: DataConfig, model: ModelConfig, directory: Path) -
     """Where a run's tokenizer is: `data.tokenizer`, else the model's own, else trained in `directory`."""
     if data.tokenizer is not None:
         return Path(os.path.abspath(data.tokenizer))
-    for source in (model.path, model.config):
-        if source is not None and has_tokenizer(Path(source)):
-            return Path(os.path.abspath(source))
-    return directory / "tokenizer"
+    return model.directory if has_tokenizer(model.directory) else directory / "tokenizer"

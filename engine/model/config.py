@@ -38,19 +38,22 @@ class ModelConfig:
 
     attention: Literal["auto", "sdpa", "eager", "sinks"] = "auto"
     """Those of transformers, and sinks: attention with sinks (gpt-oss) by flash kernels. auto: sinks where a
-    model has some, else sdpa, or eager where transformers has no sdpa for it (gemma2)."""
+    model has some, else sdpa, or eager where it has no sdpa or caps scores (gemma2)."""
 
     trust_remote_code: bool = False
     """Run the Python code that the model directory brings along (`auto_map` in its config.json), for
     architectures that transformers does not have. It may do whatever you may do: read it first."""
 
     @property
+    def directory(self) -> Path:
+        """That of config.json and of what lies beside it."""
+        place = Path(os.path.abspath(self.path or self.config or ""))
+        return place.parent if place.is_file() else place
+
+    @property
     def code_dir(self) -> Path | None:
         """Where code of its own lies that may run; None: none may."""
-        if not self.trust_remote_code:
-            return None
-        place = Path(os.path.abspath(self.path or self.config or ""))
-        return place if place.is_dir() else place.parent
+        return self.directory if self.trust_remote_code else None
 
     def __post_init__(self) -> None:
         given = {key: value for key in ("path", "config") if (value := getattr(self, key)) is not None}

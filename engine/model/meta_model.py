@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: Modules of families, those that a directory brings along among them.
 _CODE_OF_FAMILIES = re.compile(r"transformers\.models\.(?!auto\.)|transformers_modules\.")
+_OUR_CODE = re.compile(r"tierstream\.")
 
 
 def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
@@ -34,8 +35,9 @@ def build_meta_model(config: ModelConfig) -> tuple[Any, Any]:
     Raises:
         ModelSourceError: no readable configuration, a quantised model (but for FP8 and MXFP4, which are built
             as if they were none), or one that is not a causal decoder.
-        ConfigError: the family does not have the attention implementation that was asked for; dropout in
-            attention with sinks; too few rows for a special token; see `freeze`.
+        ConfigError: the family does not have the attention implementation that was asked for, or its scores
+            are capped, which sdpa leaves out; dropout in attention with sinks; too few rows for a special
+            token; see `freeze`.
     """
     model, hf_config = build_of(read_hf_config(config), config)
     freeze(model, config)
@@ -48,10 +50,16 @@ def build_of(hf_config: Any, config: ModelConfig) -> tuple[Any, Any]:
 
     sink_attention.register()
     attention: str = config.attention
+    # Torch's own attention has no caps: transformers 5.17 leaves them out without a word.
+    caps = getattr(hf_config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    if attention == "sdpa" and caps is not None:
+        raise ConfigError(
+            f"model.attention='sdpa' caps no scores, and {type(hf_config).__name__} has "
+            f"attn_logit_softcapping {caps}; leave model.attention to auto"
+        )
     if attention == "auto":
         model = _build(hf_config, config, "eager")  # which all families have
-        # Where scores are capped (gemma2), torch's own attention does not do.
-        plain = "sdpa" if model._supports_sdpa else "eager"
+        plain = "sdpa" if model._supports_sdpa and caps is None else "eager"
         attention = sink_attention.NAME if sink_attention.has_sinks(model) else plain
     model = _build(hf_config, config, attention)
     if attention == sink_attention.NAME:
@@ -102,13 +110,14 @@ def _build(hf_config: Any, config: ModelConfig, attention: str) -> Any:
 
 
 def describe(error: Exception) -> str:
-    """What the code of a family raised, in a line, and where in that code."""
+    """What was raised, in a line, and where: in the code of a family, else in ours."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
               for frame, line in traceback.walk_tb(error.__traceback__)]  # fmt: skip
-    for module, file, line in reversed(frames):
-        if _CODE_OF_FAMILIES.match(module):
-            return f"{text} ({Path(file).name}:{line})"
+    for code in (_CODE_OF_FAMILIES, _OUR_CODE):
+        for module, file, line in reversed(frames):
+            if code.match(module):
+                return f"{text} ({Path(file).name}:{line})"
     return text
 
 
@@ -121,10 +130,12 @@ def read_hf_config(config: ModelConfig) -> Any:
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
-        raise ModelSourceError(
-            f"{file} does not exist; model.{'path' if config.path else 'config'} must be a local directory "
-            "with a config.json (names on the hub are not looked up)"
-        )
+        key = f"model.{'path' if config.path else 'config'}"
+        remedy = f"{key} must be a local directory with a config.json (names on the hub are not looked up)"
+        if snapshots := list(file.parent.glob("snapshots/*/config.json")):  # models--OWNER--NAME
+            newest = max(snapshots, key=lambda found: found.stat().st_mtime).parent
+            remedy = f"this is one of the hub's cache, whose models lie below it: set {key} to {newest}"
+        raise ModelSourceError(f"{file} does not exist; {remedy}")
     trusted = config.trust_remote_code
     try:  # modules are looked for beside the config.json of a directory
         where = config.code_dir if config.code_dir and file.name == "config.json" else file

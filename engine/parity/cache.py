@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +16,6 @@ from tierstream.engine.parity.verdict import Verdict
 from tierstream.io import durable
 from tierstream.io.errors import StorageError
 
-_PACKAGES = ("tierstream", "transformers", "torch")
-
 
 def cache_directory() -> Path:
     """Of this user: $XDG_CACHE_HOME/tierstream/models, by itself in ~/.cache."""
@@ -25,27 +24,32 @@ def cache_directory() -> Path:
 
 
 def fingerprint(twin: Any, device: str) -> str:
-    """Of an architecture, sizes apart: the twin's configuration, the code of its classes, versions, the kind
-    of device.
+    """Of an architecture, sizes apart: the twin's configuration, the code of its classes and ours, versions,
+    the kind of device.
 
     Args:
         twin: the meta model.
     """
+    import torch
+    import transformers
+
     flags = json.loads(twin.config.to_json_string(use_diff=False))
     for key in ("_name_or_path", "transformers_version", "dtype"):
         flags.pop(key, None)
     known = {
         "config": flags,
         "attention": twin.config._attn_implementation,
-        "code": [_source_hash(type(twin)), _source_hash(type(twin.config))],
-        "versions": [version(name) for name in _PACKAGES],
+        "code": [_hash(Path(inspect.getfile(type(of))).parent.glob("*.py")) for of in (twin, twin.config)],
+        "engine": _hash(Path(__file__).parents[1].rglob("*.py")),
+        "versions": [version("tierstream"), transformers.__version__, torch.__version__],
         "device": device.partition(":")[0],
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _source_hash(kind: type) -> str:
-    return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+def _hash(files: Iterable[Path]) -> str:
+    contents = (hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))
+    return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
 def find(key: str) -> Verdict | None:

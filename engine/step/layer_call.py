@@ -94,6 +94,12 @@ class LayerCall:
             raise ModelSourceError(
                 "a layer returns something else than hidden states; this model cannot be streamed"
             )
+        if out.dtype != hidden.dtype:
+            before, after = (str(tensor.dtype).removeprefix("torch.") for tensor in (hidden, out))
+            raise ModelSourceError(
+                f"layer {self.layer} takes hidden states in {before} and returns them in {after}; this model "
+                "cannot be streamed"
+            )
         if not found:
             return [out]
         put = [_put(before, leaves[at]) for before, (at, *_) in zip(found, self._contents, strict=True)]

@@ -37,6 +37,12 @@ from tierstream.tiered.zarrdir import ZarrDirectory
 
 #: fp32 values of a portion: what a start that is cut off loses. To record one takes milliseconds a file.
 PORTION_BYTES = 4 << 30
+#: What of a run file decides parts of a store's identity (`tierstream.tiered.filled`).
+_DECIDED_BY = {
+    "planes": "model.dtype, model.freeze, model.train_only, optimizer.master and moe.stream",
+    "page size": "tiers.page or, where that is null, tiers.dram",
+    "directories": "tiers.nvme_dirs",
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,11 @@ class FirstValues:
         portions, total = list(_portions(groups)), 4 * units.numel
         done = total - sum(map(_values_bytes, portions))
         if directory is not None and directory.doubt:
-            callbacks.on_event(f"warning: the state is filled from the beginning: {directory.doubt}")
+            changed = (part for part in directory.filled.other if part in _DECIDED_BY)
+            hints = (f"; {part} follows from {_DECIDED_BY[part]}" for part in changed)
+            callbacks.on_event(
+                f"warning: the state is filled from the beginning: {directory.doubt}{''.join(hints)}"
+            )
         if done:
             callbacks.on_event(f"state: {len(filled)} units are on the drives from a start that was cut off")
         told = Sum(callbacks.on_progress, what, total, done)

@@ -51,8 +51,9 @@ class Filling:
         model, _ = build_meta_model(config.model)
         self.units = find_units(model)
         self.layout = build_layout(
-            self.units, page_bytes=8192, master="split", grad_dtype="float32", boundary_nbytes=None
-        )
+            self.units, page_bytes=int(config.tiers.page or 8192), master="split", grad_dtype="float32",
+            boundary_nbytes=None,
+        )  # fmt: skip
         weights = assemble.plan_weights(config, model)
         self._values = FirstValues(config, model, self.units, snapshot, weights)
         self._drives = [Path(name) for name in config.tiers.nvme_dirs or []]

@@ -70,6 +70,10 @@ def test_the_line_says_everything() -> None:
     )
 
 
+def test_a_step_that_is_faster_than_possible() -> None:
+    assert "  4.21 s  >100% bound (measured slower)  epoch" in step_line(TYPICAL, 1000, 4.3)
+
+
 @pytest.mark.parametrize(
     ("columns", "line"),
     [

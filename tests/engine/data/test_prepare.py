@@ -84,12 +84,14 @@ def test_tokenizer_is_the_given_one_else_the_models_else_a_trained_one(corpus: P
     open_text(corpus, vocab_size=280)
     own = corpus / "model"
     load_tokenizer(corpus / "data" / "tokenizer").save_pretrained(own)
+    (own / "config.json").write_text("{}")
     data, given = corpus / "data", str(corpus / "given")
     with_own, bare = ModelConfig(path=str(own)), ModelConfig(config="none")
     for config, model, expected in [
         (DataConfig(files=["x"], tokenizer=given), with_own, corpus / "given"),
         (DataConfig(files=["x"]), with_own, own),
         (DataConfig(files=["x"]), ModelConfig(config=str(own)), own),
+        (DataConfig(files=["x"]), ModelConfig(config=str(own / "config.json")), own),
         (DataConfig(files=["x"]), bare, data / "tokenizer"),
     ]:
         assert tokenizer_directory(config, model, data) == expected

@@ -87,6 +87,13 @@ def test_missing_directory_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
         build_meta_model(ModelConfig(path="meta-llama/Llama-3.2-1B"))
 
 
+def test_the_root_of_a_cached_model_names_its_snapshot(tmp_path: Path) -> None:
+    root = tmp_path / "models--mine--tiny"
+    tiny_hf_config().save_pretrained(root / "snapshots" / "0123abc")
+    with pytest.raises(ModelSourceError, match=f"set model.path to {root}/snapshots/0123abc$"):
+        build_meta_model(ModelConfig(path=str(root)))
+
+
 def test_attention_that_the_family_lacks_is_a_configuration_error(tmp_path: Path) -> None:
     transformers.GptOssConfig(num_hidden_layers=2, hidden_size=32, num_local_experts=2).save_pretrained(
         tmp_path
@@ -124,6 +131,7 @@ def test_sinks_decide_the_attention(tmp_path: Path, config: Any, asked: Any, got
             "auto",
             r"attention_dropout is 0\.1 .* eager",
         ),
+        (transformers.Gemma2Config(), "sdpa", "caps no scores, .* attn_logit_softcapping 50"),
         # Sinks, but keys that are chosen for each token: no causal mask says which.
         (transformers.DeepseekV4Config(), "sinks", "'sinks' is for .* DeepseekV4ForCausalLM has not"),
     ],

@@ -16,6 +16,7 @@ from support.filling import Filling, Heard, Interrupted, Planes, fill_and_be_kil
 from support.models import rewrite, save_model
 from support.runs import assert_ended_like, dump, make_run, unharmed_run
 
+from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.progress import Progress
 from tierstream.engine.model.config import ModelConfig
@@ -123,6 +124,10 @@ def record_of(config: RunConfig) -> Path:
     return Path((config.tiers.nvme_dirs or [])[0]) / "filled.json"
 
 
+def change_page_size(config: RunConfig) -> None:
+    config.tiers.page = ByteSize(16384)
+
+
 def damage_record(config: RunConfig) -> None:
     data = bytearray(record_of(config).read_bytes())
     data[len(data) // 2] ^= 1
@@ -146,6 +151,7 @@ def use_a_drive_elsewhere(config: RunConfig) -> None:
     [
         (change_source, "is of other weights"),
         (change_epsilon, "is of other configuration of the model"),
+        (change_page_size, "is of other page size; page size follows from tiers.page or, where"),
         (damage_record, "filled.json is damaged"),
         (lose_a_page, "1 files of units that were filled are not there"),
         (use_a_drive_elsewhere, "is older than what is in the directories"),
