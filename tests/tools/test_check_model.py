@@ -157,7 +157,7 @@ def test_architectures_differ_by_flags_and_versions_and_not_by_sizes(monkeypatch
         vocab_size=2000, hidden_size=256, layers=80, intermediate_size=800
     )
     keys = {key(), key(tied=True), key(hidden_act="gelu"), key(family="mistral")}
-    monkeypatch.setattr(transformers, "__version__", "5.17.1")
+    monkeypatch.setattr("transformers.__version__", "5.17.1")
     assert len(keys | {key()}) == 5
 
 

@@ -103,6 +103,7 @@ def test_parameters_and_buffers_that_a_family_keeps_in_fp32_stay_so(tmp_path: Pa
 
 
 def test_tied_head_is_not_written_and_untied_equal_ones_both_are(tmp_path: Path) -> None:
+    """C67."""
     for tied in (True, False):
         save_model(tmp_path / f"source-{tied}", tie_word_embeddings=tied)
         loaded = Loaded(tmp_path / f"source-{tied}")

@@ -201,6 +201,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_directories_are_refused_by_name(sharded: Path, damage: str) -> None:
+    """C65."""
     change, words = DAMAGE[damage]
     change(sharded)
     with pytest.raises(ModelSourceError) as caught:

@@ -175,7 +175,7 @@ def test_units_without_one_of_the_experts_are_a_bug(tmp_path: Path) -> None:
         load_weights(plan, units, Flat(units).write)
 
 
-# What does not fit
+# What does not fit (C69)
 
 
 @pytest.fixture(scope="session")
