@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from support.families import FAMILIES, MOE_FAMILIES, family_config
 
+from tierstream.engine.device.device import Device
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.parity.gate import compare_twin
 from tierstream.engine.parity.verdict import NAMES, Verdict
@@ -44,6 +46,16 @@ def test_gradients_that_layers_exchange_beside_hidden_states(monkeypatch: pytest
 
     monkeypatch.setattr("tierstream.engine.step.streamed_layers.LayerCall", Forgetful)
     verdict = verdict_of(family_config("gemma4"))
+    assert verdict.found("loss") == "equal to the bit"
+    assert "differ" in str(verdict.why_not)
+
+
+def test_random_numbers_of_forward_are_those_of_the_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout; the loss is the same without them."""
+    config = family_config("llama", attention_dropout=0.3)
+    assert verdict_of(config).why_not is None
+    monkeypatch.setattr(Device, "replayed_rng", lambda *_: nullcontext())
+    verdict = verdict_of(config)
     assert verdict.found("loss") == "equal to the bit"
     assert "differ" in str(verdict.why_not)
 
