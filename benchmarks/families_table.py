@@ -72,7 +72,7 @@ def verdict_of(name: str, config: Any) -> Verdict:
         return _refused(name, str(error).removeprefix(f"{name}: "))
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_child, args=(config, theirs))
+    child = context.Process(target=_child, args=(name, config, theirs))
     child.start()
     theirs.close()
     try:
@@ -86,9 +86,9 @@ def verdict_of(name: str, config: Any) -> Verdict:
         child.join()
 
 
-def _child(config: Any, answer: Connection) -> None:
+def _child(name: str, config: Any, answer: Connection) -> None:
     torch.set_num_threads(1)
-    answer.send(compare_twin(config, ModelConfig(config="-")).to_plain())
+    answer.send(compare_twin(config, ModelConfig(config=name)).to_plain())
 
 
 def _refused(name: str, why: str) -> Verdict:
@@ -101,7 +101,11 @@ def table_row(name: str, verdict: Verdict) -> str:
     cells = ["-" if key not in checks else "yes" if checks[key].holds else "no" for key in NAMES]
     if "experts one by one" in verdict.found("gradients"):
         cells[NAMES.index("gradients")] = "yes; experts one by one: rounding"
-    wrong = [f"{check.name}: {check.found}" for check in verdict.checks if not check.holds]
+    wrong = [
+        f"{check.name}: {check.found.removeprefix(f'{name}: ')}"
+        for check in verdict.checks
+        if not check.holds
+    ]
     why = "; ".join(wrong).replace("|", "/").replace("`", "'")
     return f"| {name} | {' | '.join(cells)} | {why[:240]} |"
 

@@ -118,7 +118,10 @@ class Streamed:
     runtime: Runtime
 
     def plane(self, unit: str, plane: str) -> np.ndarray:
-        spec = self.store.layout.spec(unit, plane)
+        layout = self.store.layout
+        if (unit, plane) not in layout.planes:  # what a family never trains has no gradient
+            return np.zeros(layout.spec(unit, "weight").numel, np.float32)
+        spec = layout.spec(unit, plane)
         out = np.zeros(spec.numel, {2: np.uint16, 4: np.float32}[spec.item_bytes])
         if self.store.has_content(Page(unit, plane, 0)):  # experts without tokens have no gradient
             self.store.read_range(unit, plane, 0, out)

@@ -80,7 +80,7 @@ def compare_twin(hf_config: Any, config: ModelConfig, device: str = "cpu") -> Ve
         try:
             gate.run(hf_config, Path(folder))
         except TierstreamError as error:
-            gate.note(gate.at, False, str(error))
+            gate.note(gate.at, False, str(error).replace(f"{folder}/", "the twin in "))
         except Exception as error:  # the code of a family raises what it likes
             gate.note(gate.at, False, describe(error))
     return Verdict(gate.model, tuple(gate.checks[name] for name in NAMES if name in gate.checks))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.families import FAMILIES, MOE_FAMILIES, family_config
 
 from tierstream.engine.device.device import Device
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.parity.gate import compare_twin
+from tierstream.engine.parity.twin import tiny_config
 from tierstream.engine.parity.verdict import NAMES, Verdict
 from tierstream.engine.step.layer_call import LayerCall
 
@@ -34,6 +36,14 @@ def test_every_family(family: str) -> None:
     assert verdict.found("load") == verdict.found("export") == "equal to the bit"
     assert verdict.found("loss") == "equal to the bit" or family in MOE_FAMILIES
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_parameters_that_the_family_never_trains() -> None:
+    """Correction biases of routers."""
+    config = transformers.Ernie4_5_MoeConfig()
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(config))
+    assert any(not parameter.requires_grad for parameter in model.parameters())
+    assert verdict_of(config).why_not is None
 
 
 def test_gradients_that_layers_exchange_beside_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
