@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -79,9 +79,11 @@ class Sweep:
             norm, model_logits(model, anatomy), self._head_binding, loss_chunk_tokens, z_loss_coef
         )
         norm.forward = lambda hidden: hidden  # computed by the head, in chunks, together with the loss
-        for name, unit in zip(anatomy.tables, (units.embed, *units.tables), strict=True):
-            table = model.get_submodule(name)
+        tables = [model.get_submodule(name) for name in anatomy.tables]
+        self._tables = [
             StreamedTable(table, Binding(model, [table], unit), self._streams)
+            for table, unit in zip(tables, (units.embed, *units.tables), strict=True)
+        ]
         self._around = Around(model, units.around, self._streams)
         self._parts = self._part_layers(model, cache)
         self._layers = StreamedLayers(
@@ -164,7 +166,7 @@ class Sweep:
         self._router_losses.begin_step(None)
         self._uploader.begin(plan)
         self._layers.generating = True
-        with self._around.bound():
+        with self._outside_of_layers():
             hidden = self._decoder(**inputs, **{self._cache_name: cache}, use_cache=True, **self._options)
         self._layers.generating = False
         with self._head_weights() as weights:
@@ -176,12 +178,21 @@ class Sweep:
         """What the decoder gives, without its final norm; uploads begin."""
         self._router_losses.begin_step(batch.padding)
         self._uploader.begin(plan)
-        with self._around.bound():
+        with self._outside_of_layers():
             output = self._decoder(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **self._options
             )
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
+
+    @contextmanager
+    def _outside_of_layers(self) -> Iterator[None]:
+        """Within, modules around the layers have their weights; tables what stands in for theirs."""
+        with ExitStack() as parts:
+            for table in self._tables:
+                parts.enter_context(table.held())
+            parts.enter_context(self._around.bound())
+            yield
 
     @contextmanager
     def _head_weights(self) -> Iterator[list[torch.Tensor]]:

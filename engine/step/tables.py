@@ -6,6 +6,7 @@ rows that were taken, one for each time, and they are added in fp32.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from tierstream.engine.model.binding import Binding
 from tierstream.engine.model.lookups import Lookups
+from tierstream.engine.model.units import TORCH_DTYPES
 from tierstream.engine.step.streams import Streams, Use
 
 
@@ -55,7 +57,16 @@ class StreamedTable:
         self._use = Use("table", binding.unit.name)
         # Without an input that requires grad no graph would be recorded.
         self._anchor = torch.zeros((), requires_grad=True)
+        unit, device = binding.unit, streams.device.torch_device
+        nothing = torch.full((), torch.nan, dtype=TORCH_DTYPES[unit.dtype], device=device)
+        self._stand_ins = [nothing.expand(tensor.shape) for tensor in unit.tensors]
         module.forward = self._replaced
+
+    def held(self) -> AbstractContextManager[None]:
+        """Within, tensors without memory or values hold the places of those to come: some families ask the
+        matrix for the device that its tokens belong on (Llama 4).
+        """
+        return self._binding.bound(self._stand_ins)
 
     def _replaced(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and self._binding.unit.trained:

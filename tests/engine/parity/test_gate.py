@@ -46,6 +46,10 @@ def test_parameters_that_the_family_never_trains() -> None:
     assert verdict_of(config).why_not is None
 
 
+def test_tokens_that_are_moved_to_the_device_of_a_matrix() -> None:
+    assert verdict_of(transformers.Llama4TextConfig()).why_not is None
+
+
 def test_gradients_that_layers_exchange_beside_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is the same without them."""
 
