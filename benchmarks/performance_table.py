@@ -51,7 +51,6 @@ def rows(result: dict[str, Any]) -> Iterator[list[str]]:
     given, machine, publish = options(result["command"]), result["machine"], result["publish"]
     speeds = {(row["run"], row["layers"]): row for row in result["details"]["speed"]}
     memory = {(row["run"], row["layers"]): row for row in result["details"]["memory"]}
-    depths = {entry["layers"] for entry in result["measurements"]}
     cores = machine["cores"].partition(" ")[0]
     where = f"{machine.get('gpu', machine['cpu']).removeprefix('1 x ')}, {cores} cores"
     for entry in result["measurements"]:
@@ -66,7 +65,7 @@ def rows(result: dict[str, Any]) -> Iterator[list[str]]:
             if other["layers"] == entry["layers"] and other["run"].split(", ")[0] != kind
         }
         resident = beside.pop("resident", None)
-        shape = given["--shape"][0] + (f", {entry['layers']} layers" if len(depths) > 1 else "")
+        shape = given["--shape"][0] + (f", {entry['layers']} layers" if "--layers" in given else "")
         kernels = given.get("--kernels", ["plain"]) + [part for part in parts if "clip" not in part]
         if given.get("--deterministic", ["true"]) == ["true"]:
             kernels.append("deterministic")
