@@ -20,7 +20,7 @@ performance_table = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(performance_table)
 
 
-COMMAND = "tierstream bench train --shape tiny --rows 4 --clip-norm 0.5 null --nvme-dirs a b"
+COMMAND = "tierstream bench train --shape tiny --layers 2 4 --rows 4 --clip-norm 0.5 null --nvme-dirs a b"
 
 
 def result(**changes: Any) -> dict[str, Any]:
