@@ -57,8 +57,17 @@ def parse_options(
     """
     tree: type = cls
     given, known = given or {}, leaves(tree)
+    if not args:
+        return build(cls, given, source)
     draft: Any = _draft(tree, "", known, given)
-    parsed, rest = tyro.cli(draft, args=args, prog=prog, description=description, return_unknown_args=True)
+    parsed, rest = tyro.cli(
+        draft,
+        args=args,
+        prog=prog,
+        description=description,
+        return_unknown_args=True,
+        config=(tyro.conf.HelptextFromCommentsOff,),  # a draft has no source; looking for it is slow
+    )
     if rest:
         raise ConfigError(_unexpected(tree, rest[0], prog))
     typed = {key: _given(texts, known[key]) for key, texts in _texts(parsed, "")}
