@@ -17,7 +17,7 @@ from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.update.optimizer import OptimizerConfig
 
-SET = batches(3, seed=17)
+SET = batches(2, seed=17)
 DENSE = Setup(
     config=tiny_config("qwen3", tied=True), dtype="bfloat16", rows_per_chunk=2,
     optimizer=OptimizerConfig(lr=1e-2, clip_norm=0.05, warmup_steps=1),

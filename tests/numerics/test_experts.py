@@ -83,7 +83,6 @@ PLACES = {"float32": [(1, True), (24, False)], "bfloat16": [(4, True)]}
     ("family", "dtype"),
     [
         *((family, ("float32", "bfloat16")[number % 2]) for number, family in enumerate(MOE_FAMILIES)),
-        ("gpt_oss", "float32"),
         ("gpt_oss", "bfloat16"),
     ],
 )

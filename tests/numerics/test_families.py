@@ -76,18 +76,19 @@ def test_other_kinds_of_heads(family: str) -> None:
 #: phimoe is refused: its routers draw other numbers for rows in chunks.
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "phimoe"])
 def test_rows_in_chunks(family: str) -> None:
-    """One and two at a time, of five, change the order of sums alone."""
+    """Two at a time, of five, and so one alone at the end, change the order of sums alone."""
     made, batch = setup(family, moe=MoeConfig(stream="layers")), batches(2)[1]
     loss, wanted = streamed(made, batch)
-    for rows in (1, 2):
-        found_loss, found = streamed(made.but(rows_per_chunk=rows), batch)
-        assert found_loss == pytest.approx(loss, rel=5e-7)
-        check_order = max(ROUNDING.get(family, 0.0), 5e-6)
-        assert not {name: d for name, d in different(found, wanted).items() if not d <= check_order}
+    found_loss, found = streamed(made.but(rows_per_chunk=2), batch)
+    assert found_loss == pytest.approx(loss, rel=5e-7)
+    check_order = max(ROUNDING.get(family, 0.0), 5e-6)
+    assert not {name: d for name, d in different(found, wanted).items() if not d <= check_order}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, ("float32", "bfloat16")[number % 2]) for number, family in enumerate(FAMILIES)],
+)
 def test_evaluation(family: str, dtype: str) -> None:
     made, batch = setup(family, dtype=dtype), batches(2)[1]
     model = reference_model(made.config, getattr(torch, dtype), made.attention).eval()

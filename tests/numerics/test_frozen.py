@@ -22,7 +22,7 @@ from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.tiered.layout import Page
 from tierstream.tiered.store import Intent
 
-STEPS = 3
+STEPS = 2
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=0.05, warmup_steps=1, weight_decay=0.5)
 
 #: What users do: keys of `Setup`.

@@ -18,7 +18,7 @@ from tierstream.engine.model import sink_attention
 from tierstream.engine.step.generation import Draw, generate
 from tierstream.engine.update.optimizer import OptimizerConfig
 
-TOKENS = 12
+TOKENS = 8
 PROMPTS = [[5, 9, 77, 30, 8, 200, 41], [17, 4], [250, 3, 60, 60, 61]]
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=0.5, warmup_steps=1)
 

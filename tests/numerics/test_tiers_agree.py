@@ -56,23 +56,23 @@ def durable_bytes(tied: bool) -> int:
 GRID = (("nvme", "mixed"), ("lru", "lookahead"), (0, None), (False, True), (1, 2, 5), (False, True))
 
 
-def quarter_of_grid() -> Iterator[tuple[Any, ...]]:
-    """Every fourth point: each combination of any three of the settings is among them."""
+def part_of_grid() -> Iterator[tuple[Any, ...]]:
+    """Every eighth point: each combination of any two of the settings is among them."""
     for point in itertools.product(*GRID):
         a, b, c, d, e, f = (values.index(value) for values, value in zip(GRID, point, strict=True))
-        if (a + b + c + d) % 2 == 0 and (c + d + e + f) % 2 == 0:
+        if (a + b + c + d) % 2 == 0 and (c + d + e + f) % 2 == 0 and (a + c + e) % 2 == 0:
             yield point
 
 
-def test_any_three_settings_are_combined() -> None:
-    for three in itertools.combinations(range(len(GRID)), 3):
-        found = {tuple(point[i] for i in three) for point in quarter_of_grid()}
-        assert found == set(itertools.product(*(GRID[i] for i in three)))
+def test_any_two_settings_are_combined() -> None:
+    for two in itertools.combinations(range(len(GRID)), 2):
+        found = {tuple(point[i] for i in two) for point in part_of_grid()}
+        assert found == set(itertools.product(*(GRID[i] for i in two)))
 
 
 @pytest.mark.parametrize(
     ("tiers", "policy", "prefetch", "clip", "chunks", "tied"),
-    [*(("dram", "lookahead", None, *rest) for rest in itertools.product(*GRID[3:])), *quarter_of_grid()],
+    [*(("dram", "lookahead", None, *rest) for rest in itertools.product(*GRID[3:])), *part_of_grid()],
 )
 def test_every_way_of_keeping_the_state_gives_the_same_bits(
     tmp_path: Path, tiers: str, policy: str, prefetch: int | None, clip: bool, chunks: int, tied: bool
@@ -154,17 +154,20 @@ def test_a_trace_changes_nothing(tmp_path: Path, tiers: str) -> None:
 def test_who_updates_and_when_changes_nothing(
     tmp_path: Path, tiers: str, placement: str, early: bool, tied: bool
 ) -> None:
-    """On the CPU, or through the buffers of the device; in the next forward, or during backward."""
-    for chunks, seed in [(1, None), (2, 7)]:
-        setup = base(clip=False, chunks=chunks, tied=tied)
-        optimizer = replace(setup.optimizer, placement=placement, check_finite=not early)  # type: ignore[arg-type]
-        setup = setup.but(optimizer=optimizer, faults_seed=seed)
-        if tiers == "nvme":
-            setup = setup.but(nvme=tmp_path / f"drive-{chunks}", dram=least_dram(setup))
-        expected_losses, expected_planes = resident(False, chunks, tied)
-        losses, planes = result(setup)
-        assert losses == expected_losses
-        assert same_bits(planes, expected_planes) == []
+    """On the CPU, or through the buffers of the device; in the next forward, or during backward. Every second
+    one in chunks, with delays.
+    """
+    plain = ((tiers == "nvme") + (placement == "gpu") + early + tied) % 2
+    chunks, seed = (1, None) if plain else (2, 7)
+    setup = base(clip=False, chunks=chunks, tied=tied)
+    optimizer = replace(setup.optimizer, placement=placement, check_finite=not early)  # type: ignore[arg-type]
+    setup = setup.but(optimizer=optimizer, faults_seed=seed)
+    if tiers == "nvme":
+        setup = setup.but(nvme=tmp_path / "drive", dram=least_dram(setup))
+    expected_losses, expected_planes = resident(False, chunks, tied)
+    losses, planes = result(setup)
+    assert losses == expected_losses
+    assert same_bits(planes, expected_planes) == []
 
 
 def budgets(setup: Setup) -> dict[tuple[str, ...], int]:
@@ -181,18 +184,20 @@ def budgets(setup: Setup) -> dict[tuple[str, ...], int]:
     return found
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["deferred", "in-backward"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_units_that_stay_on_the_device_change_nothing(tmp_path: Path, tied: bool, early: bool) -> None:
-    """From none to all of them; the ends, layers, and the state of the rest on a drive."""
+def test_units_that_stay_on_the_device_change_nothing(tmp_path: Path, tied: bool) -> None:
+    """From none to all of them; the ends, layers, and the state of the rest on a drive; updated later or in
+    backward.
+    """
     setup = base(clip=False, chunks=2, tied=tied)
-    setup = setup.but(optimizer=replace(setup.optimizer, check_finite=not early))
     expected_losses, expected_planes = resident(False, 2, tied)
     by_units = budgets(setup)
     assert list(by_units) == [tuple(list(by_units)[-1][:count]) for count in range(len(by_units))]
     assert len(by_units) == (4 if tied else 5) + 1
     for count, budget in enumerate(by_units.values()):
+        deferred = count // 2 % 2 == tied
         made = setup.but(gpu=budget, faults_seed=count)
+        made = made.but(optimizer=replace(setup.optimizer, check_finite=deferred))
         if count % 2:
             made = made.but(nvme=tmp_path / str(count), dram=least_dram(setup))
         losses, planes = result(made)
