@@ -23,6 +23,7 @@ from support.drive_kinds import open_descriptors, small_ext4
 from support.faults import Call, Fault, FaultySyscalls, fail
 from support.runs import Unharmed, assert_ended_like, final_planes, make_run, records, unharmed_run
 
+from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import checkpoints
 from tierstream.engine.config import RunConfig
 from tierstream.io import seam
@@ -155,6 +156,7 @@ def test_a_drive_with_just_enough_room_is_enough(
     config.tiers.profile = None
     with small_drive(tmp_path, 24 << 20) as drive:
         use_drive(config, drive)
+        config.tiers.page, config.tiers.dram = ByteSize(65536), ByteSize(24 * 65536)
         assert command.train(config)[::2] == (0, "")
         assert [record["bytes_written"]["nvme"] > 0 for record in records(config)] == [True, True]
         shutil.rmtree(config.run_dir)  # the state that it left on the drive makes place

@@ -214,7 +214,7 @@ def test_every_checkpoint_holds_the_finished_update(tmp_path: Path, drive: bool)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("instants", "early"), [(10, False), (4, True)], ids=["deferred", "in-backward"])
+@pytest.mark.parametrize(("instants", "early"), [(6, False), (3, True)], ids=["deferred", "in-backward"])
 def test_kill_at_random_instants(
     tmp_path: Path, uninterrupted: tuple[Path, dict, list[dict]], instants: int, early: bool
 ) -> None:

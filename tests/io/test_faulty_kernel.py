@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.child_pytest import build_library, needs_stand_in, run_tests, stand_in_for_cuda
+from support.child_pytest import LEFT_OUT, build_library, needs_stand_in, run_tests, stand_in_for_cuda
 
 #: File -> the least number of its tests on posix, and on kvikio.
 FILES = {
@@ -20,8 +20,6 @@ FILES = {
 }
 #: Kinds of drives whose calls are those of others.
 OTHER_KINDS = "kvikio or throttled or tmpfs or open-refused"
-#: Tests of millions of calls, and those that fall short by themselves.
-OTHERS = "odd_layer or two_gib or short_interrupted"
 
 
 def run_over_faulty_kernel(
@@ -34,7 +32,7 @@ def run_over_faulty_kernel(
     profile = os.environ.get("HYPOTHESIS_PROFILE", "brief")
     environment = environment | {"LD_PRELOAD": str(library), "FAULTY_IO_COUNTS": str(counts)}
     environment = environment | {"HYPOTHESIS_PROFILE": profile}
-    outcomes = run_tests(list(least), directory, environment, select=f"not ({OTHERS}) and {select}")
+    outcomes = run_tests(list(least), directory, environment, select=f"not ({LEFT_OUT}) and {select}")
     for file, number in least.items():
         assert outcomes[file]["passed"] >= number, (file, outcomes[file])
     lines = [[int(word) for word in line.split()] for line in counts.read_text().splitlines()]

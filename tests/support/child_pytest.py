@@ -16,6 +16,8 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+#: Not over a faulty kernel: tests of millions of calls, and those that fall short by themselves.
+LEFT_OUT = "odd_layer or two_gib or short_interrupted"
 
 
 def cuda_driver_found() -> bool:

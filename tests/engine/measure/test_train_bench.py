@@ -72,7 +72,7 @@ class Benches:
     def on_a_drive(self) -> tuple[RunConfig, list[KnownDrive]]:
         drive = self.folder / "drive"
         drive.mkdir()
-        config = self.config(nvme_dirs=[str(drive)], dram=ByteSize("512KiB"), page=ByteSize(4096))
+        config = self.config(nvme_dirs=[str(drive)], dram=ByteSize("1MiB"), page=ByteSize("16KiB"))
         return config, [KnownDrive(str(drive), "0:0", DEFAULT_TUNING, None, 1.0)]
 
 
