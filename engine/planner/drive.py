@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
+from typing import Self
 
 from tierstream.engine.planner.clock import Clock, Moment
 from tierstream.io.transfer import Direction
@@ -27,6 +29,12 @@ class DriveRates:
     write_mixed: float
     latency_s: float = 0.0
     weight: float = 1.0
+
+    @classmethod
+    def unknown(cls, directory: str) -> Self:
+        """A drive for questions of what fits."""
+        nan = math.nan
+        return cls(directory=directory, read=nan, write=nan, read_mixed=nan, write_mixed=nan)
 
     def rate(self, direction: Direction, *, mixed: bool) -> float:
         if direction is Direction.READ:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,26 @@ class Machine:
             cores=len(os.sched_getaffinity(0)),
             drives=drive_rates(drives, config.tiers.throttle.limits),
             rates=machine.with_step_rates(rates, profile, device),
+        )
+
+    @classmethod
+    def unmeasured(cls, config: RunConfig) -> Self:
+        """This machine for questions of what fits: its rates are not known."""
+        import torch
+
+        from tierstream.engine.device.device import Device
+        from tierstream.io import probes
+        from tierstream.io.memory import memory_budget
+
+        device = Device(config.train.device)
+        unknown = math.nan
+        return cls(
+            name=probes.cpu_model() or "this machine",
+            host_bytes=memory_budget().available_bytes,
+            gpu_bytes=torch.cuda.mem_get_info(device.torch_device)[1] if device.is_cuda else None,
+            cores=len(os.sched_getaffinity(0)),
+            drives=tuple(DriveRates.unknown(path) for path in config.tiers.nvme_dirs or []),
+            rates=Rates(flop_per_s=unknown, upload=unknown, update_parameters_per_s=unknown),
         )
 
     @classmethod

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import TypeAlias
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.planner.case import Case, Model, case_of
+from tierstream.engine.planner.drive import DriveRates
 from tierstream.engine.planner.needs import device_peak
 from tierstream.engine.planner.what_if import Setting
 from tierstream.io.errors import BudgetError, ConfigError
@@ -138,9 +140,10 @@ def _fewer_rows(setting: Setting) -> Candidates:
 
 
 def _drive(setting: Setting) -> Candidates:
-    drives = setting.machine.drives
-    if setting.config.tiers.nvme_dirs is None and drives:
-        yield f"tiers.nvme_dirs: [{drives[0].directory}]", setting.with_drives(1)
+    if setting.config.tiers.nvme_dirs is None:
+        drives = setting.machine.drives or (DriveRates.unknown("a directory on a drive"),)
+        machine = replace(setting.machine, drives=drives)
+        yield f"tiers.nvme_dirs: [{drives[0].directory}]", replace(setting, machine=machine).with_drives(1)
 
 
 def _more_dram(setting: Setting) -> Candidates:

@@ -104,8 +104,7 @@ class Run:
         units = units_of_run(model, config.moe, config.optimizer)
         device = Device(config.train.device)
         profile, vocabulary = load_profile(config.tiers), hf_config.get_text_config().vocab_size
-        config = placed(config, profile, device, units, vocabulary, callbacks.on_event)
-        plan, layout = assemble.plan_run(config, units, device)
+        config, plan, layout = placed(config, profile, device, units, vocabulary, callbacks.on_event)
         # Whatever is cheap to know comes before the data: tokenising a corpus takes hours.
         start = FirstValues(config, model, units, snapshot, assemble.plan_weights(config, model))
         assemble.check_space(config, plan, run_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.command import use_drive
 from support.runs import final_planes, make_run, records
 
@@ -16,6 +17,7 @@ from tierstream.engine.planner import choose as planner
 from tierstream.engine.run import placing
 from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
+from tierstream.io.errors import BudgetError
 from tierstream.io.profile import MachineProfile
 
 HOST = {"bytes": 1 << 30, "cores": 2, "copy": 5e9, "page_s": 1e-4, "wake_s": 1e-5}
@@ -72,3 +74,18 @@ def test_the_run_is_the_plan_that_was_chosen(tmp_path: Path, monkeypatch) -> Non
     planes = final_planes(config)
     assert all((planes[key] == content).all() for key, content in plain[0].items())
     assert [record["loss"] for record in records(config)] == plain[1]
+
+
+def test_what_cannot_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:
+    """By a machine of which nothing was measured."""
+    config = make_run(tmp_path, steps=2)
+    config.tiers.dram = ByteSize("256KiB")
+    with pytest.raises(BudgetError) as caught:
+        Trainer(config).run()
+    first, said, *remedies = str(caught.value).splitlines()
+    assert first.endswith(" bytes are missing)")
+    assert said == "any of these would do:"
+    key, value = remedies[0].strip().split(": ")
+    assert [remedy.strip().partition(": ")[0] for remedy in remedies] == [key, key, "tiers.nvme_dirs"]
+    config.tiers.dram = ByteSize(value)
+    Trainer(config).run()
