@@ -56,12 +56,6 @@ class Routing:
         order = torch.sort(flat, stable=True).indices
         return cls(order, order // index.shape[-1], spans, index.shape[-1])
 
-    def in_order_of_tokens(self, pairs: torch.Tensor) -> torch.Tensor:
-        """What belongs to the pairs, sorted by expert, [tokens * choices, ...] sorted by token."""
-        sorted_by_token = torch.empty_like(pairs)
-        sorted_by_token[self.order] = pairs
-        return sorted_by_token
-
 
 class StreamedExperts:
     """Stands in for the forward of a module that holds experts.
@@ -145,13 +139,10 @@ class StreamedExperts:
         routing = self.routing
         assert routing is not None
         with _PLAIN():
-            rows = hidden[routing.tokens]  # those of an expert lie side by side
-            out = torch.empty_like(rows)
+            pairs = hidden.new_empty(len(routing.order), hidden.shape[-1])
             for expert, parameters in self._streamed():
                 mine = slice(*routing.spans[expert])
-                out[mine] = self._mlp(rows[mine], parameters)
-            del rows
-            pairs = routing.in_order_of_tokens(out)
+                pairs[routing.order[mine]] = self._mlp(hidden[routing.tokens[mine]], parameters)
             return _summed(pairs * weights.reshape(-1, 1), routing.choices).to(hidden.dtype)
 
     def skipped(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -170,24 +161,27 @@ class StreamedExperts:
         routing = self.routing
         assert routing is not None
         with _PLAIN():
-            rows, coming = hidden[routing.tokens], grad[routing.tokens].to(torch.result_type(grad, weights))
-            grads_out = coming * weights.reshape(-1)[routing.order].unsqueeze(-1)
-            grad_rows, grad_weights = torch.empty_like(rows), weights.new_empty(len(rows))
+            flat_weights = weights.reshape(-1)
+            grad_pairs = hidden.new_empty(len(routing.order), hidden.shape[-1])
+            grad_weights = torch.empty_like(flat_weights)
             for expert, parameters in self._streamed():
                 mine = slice(*routing.spans[expert])
-                part = rows[mine].requires_grad_()
+                pairs, tokens = routing.order[mine], routing.tokens[mine]
+                part = hidden[tokens].requires_grad_()
                 with torch.enable_grad():
                     out = self._mlp(part, parameters)
-                grad_weights[mine] = (out.detach() * coming[mine]).sum(-1)
+                coming = grad[tokens].to(torch.result_type(grad, weights))
+                grad_weights[pairs] = (out.detach() * coming).sum(-1).to(weights.dtype)
+                grad_out = (coming * flat_weights[pairs].unsqueeze(-1)).to(out.dtype)
                 wanted = [part, *parameters.values()] if self.trained else [part]
-                grad_rows[mine], *grads = torch.autograd.grad(out, wanted, grads_out[mine].to(out.dtype))
+                grad_pairs[pairs], *grads = torch.autograd.grad(out, wanted, grad_out)
                 if self.trained:
                     self._gradients.open(self.units[expert]).add(grads)
                     self._gradients.close(self.units[expert])
             if self._next_back is not None:
                 self._cache.expect(self._next_back.hit)
-            grad_hidden = _summed(routing.in_order_of_tokens(grad_rows), routing.choices).to(hidden.dtype)
-            return grad_hidden, routing.in_order_of_tokens(grad_weights).view_as(weights)
+            grad_hidden = _summed(grad_pairs, routing.choices).to(hidden.dtype)
+            return grad_hidden, grad_weights.view_as(weights)
 
     def _streamed(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Every expert that has tokens with its parameters, in the order in which they come."""
