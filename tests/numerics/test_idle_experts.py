@@ -25,7 +25,7 @@ from tierstream.io.errors import ConfigError
 pytestmark = pytest.mark.timeout(300)
 
 #: Of the long run, and of the others.
-STEPS, FEWER_STEPS = 90, 45
+STEPS, FEWER_STEPS = 200, 45
 EARLY = pytest.mark.parametrize("early", [False, True], ids=["deferred", "in-backward"])
 
 
