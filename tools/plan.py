@@ -101,4 +101,4 @@ def _machine(options: PlanOptions) -> Machine:
 
     if options.machine is None:
         return Machine.here(options)
-    return Machine.from_profile(machine_file(options.machine))
+    return Machine.from_profile(machine_file(options.machine), options.optimizer.threads_of)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
+
+import numpy as np
 
 from tierstream.engine.bound import Rates
 from tierstream.engine.planner.drive import DriveRates
@@ -92,9 +94,14 @@ class Machine:
         )
 
     @classmethod
-    def from_profile(cls, path: str | os.PathLike[str]) -> Self:
+    def from_profile(
+        cls, path: str | os.PathLike[str], threads_of: Callable[[int], int] = lambda cores: cores
+    ) -> Self:
         """The machine of a profile (`tierstream bench --profile`), which may be another than this one: with
-        its GPU if it has one, with all cores for the update, and with each of its drives.
+        its GPU if it has one, and with each of its drives.
+
+        Args:
+            threads_of: of so many cores, the threads of a run's update.
 
         Raises:
             StorageError, ConfigError: it is missing or damaged, or parts of it were not measured.
@@ -126,7 +133,7 @@ class Machine:
                 flop_per_s=compute,
                 upload=profile.copy["upload"] if gpu else None,
                 download=profile.copy["download"] if gpu else None,
-                update_parameters_per_s=max(profile.update.values()),
+                update_parameters_per_s=_update_rate(profile.update, threads_of(int(host["cores"]))),
                 device_memory=device["memory"],
                 launch_s=device["launch_s"],
                 host_copy=host["copy"],
@@ -134,6 +141,12 @@ class Machine:
                 wake_s=host["wake_s"],
             ),
         )
+
+
+def _update_rate(measured: Mapping[str, float], threads: int) -> float:
+    """Between the numbers of threads that were measured, which are keys, on a straight line."""
+    counts = sorted(map(int, measured))
+    return float(np.interp(threads, counts, [measured[str(count)] for count in counts]))
 
 
 def drive_rates(drives: Sequence[KnownDrive], limits: Limits | None) -> tuple[DriveRates, ...]:

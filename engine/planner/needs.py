@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan_report import extras_nbytes
 from tierstream.engine.planner.case import Case
 from tierstream.engine.step.head import logit_nbytes
@@ -17,8 +19,11 @@ _BOUNDARIES = 5
 #: What a layer keeps for its backward, by the inputs and outputs of its products: fused kernels keep no more
 #: (the H200 runs of docs/measurements), the model's own also norms and activation functions, in part in fp32.
 _KEPT = {"liger": 1.0, "plain": 1.5}
-#: Rows of all choices of experts: into them and out, and the gradients of both.
-_EXPERT_ROWS = 4
+#: Tensors with a row for each token and choice of an expert, beside what experts themselves keep: where they
+#: come one by one, and in stacks.
+_EXPERT_ROWS, _STACK_ROWS = 3, 1
+#: Blocks of the device's allocator, small tensors.
+_ROUNDED_UP = 1.04
 #: Tokens of the busiest expert, by those of an even share.
 _BUSIEST = 4
 _SUM_BYTES = 4
@@ -107,21 +112,43 @@ def _layer_bytes(case: Case) -> int:
     most = 0
     for index, layer in enumerate(units.layers):
         own = (layer, *units.beside[index])
-        nbytes = kept * tokens * item * sum(map(_edges, own)) + sum(map(_weights, own))
+        choices = _choices(units, index)
+        edges = sum(_edges(unit, choices, train.kernels) for unit in own)
+        nbytes = kept * tokens * item * edges + sum(map(_weights, own))
         if experts := units.experts[index]:
             expert = experts[0]
-            choices = len(experts) - units.passed_by[index] // expert.parameters
-            busiest = min(step_tokens, _BUSIEST * step_tokens * choices // len(experts))
             nbytes += _EXPERT_ROWS * choices * boundary
-            nbytes += kept * busiest * item * _edges(expert) + _weights(expert)
-        most = max(most, int(nbytes))
+            busiest = min(step_tokens, _BUSIEST * step_tokens * choices // len(experts))
+            nbytes += kept * busiest * item * _edges(expert, 1, train.kernels) + _weights(expert)
+        else:
+            nbytes += _STACK_ROWS * choices * boundary
+        most = max(most, int(_ROUNDED_UP * nbytes))
     waiting = len(units.layers) if case.config.tiers.activations == "gpu" else 0
     return most + (_BOUNDARIES + waiting) * boundary
 
 
-def _edges(unit: Unit) -> int:
-    """Elements that go into and come out of a unit's products, for each token."""
-    return sum(sum(tensor.shape) for tensor in unit.tensors)
+def _choices(units: ModelUnits, layer: int) -> int:
+    """Experts that a token goes to; 0: the layer has none."""
+    experts, passed_by = units.experts[layer], units.passed_by[layer]
+    if experts:
+        return len(experts) - passed_by // experts[0].parameters
+    stacks = [t for t in units.layers[layer].tensors if len(t.shape) == 3]
+    if not stacks:
+        return 0
+    return stacks[0].shape[0] - passed_by // sum(math.prod(t.shape[1:]) for t in stacks)
+
+
+def _edges(unit: Unit, choices: int, kernels: str) -> int:
+    """Elements that are kept for each token of what goes into and comes out of a unit's operations: of its
+    products, and of norms where no kernel computes them anew. Stacks hold the matrices of all experts.
+    """
+    total = 0
+    for tensor in unit.tensors:
+        if len(tensor.shape) > 2:
+            total += choices * sum(tensor.shape[1:])
+        elif len(tensor.shape) == 2 or (kernels == "plain" and not tensor.name.endswith("bias")):
+            total += sum(tensor.shape)
+    return total
 
 
 def _weights(unit: Unit) -> int:

@@ -14,11 +14,14 @@ from tierstream.tiered.layout import ITEM_BYTES, Unit
 
 #: Operations of torch for each tensor of a layer: forward, and recompute with backward.
 _FORWARD_OPS, _BACKWARD_OPS = 7, 22
+#: And for each expert that comes on its own, however large: steps of OLMoE on an H200 (docs/measurements).
+_EXPERT_FORWARD_OPS, _EXPERT_BACKWARD_OPS = 100, 450
 #: How often what goes into and comes out of a matrix product crosses the device's memory, with the operations
-#: around it.
-_FORWARD_PASSES, _BACKWARD_PASSES = 4, 12
-#: Bytes that cross it for each logit: fp32 logits, their exponentials and their gradient.
-_LOGIT_BYTES = 28
+#: around it, forward and backward. Fused kernels: what H200 runs of docs/measurements take beyond products.
+_PASSES = {"plain": (4.0, 12.0), "liger": (1.6, 4.8)}
+#: Bytes that cross it for each logit: fp32 logits, their exponentials and their gradient; or bf16 ones, in
+#: whose place their gradient is put.
+_LOGIT_BYTES = {"plain": 28, "liger": 10}
 #: Bytes for each parameter of a gradient: read as autograd gives it, added to an fp32 sum, squared; and of an
 #: update on the device.
 _GRADIENT_BYTES, _UPDATE_BYTES = 14, 26
@@ -83,6 +86,8 @@ def modelled_times(case: Case, machine: Machine) -> Known:
         return max(flop / rates.flop_per_s + nbytes / rates.device_memory, ops * rates.launch_s)
 
     found: dict[tuple[str, str], float] = {}
+    kernels = case.config.train.kernels
+    forward_passes, backward_passes = _PASSES[kernels]
     rows = case.config.train.rows_per_step
     chunks = -(-rows // (case.config.train.rows_per_chunk or rows))
     for index, layer in enumerate(units.layers):
@@ -92,18 +97,21 @@ def modelled_times(case: Case, machine: Machine) -> Known:
         share = numel / (numel + passed_by)
         edges = share * sum(sum(t.shape) for unit in own for t in unit.tensors)
         tensors = chunks * sum(len(unit.tensors) for unit in own)
+        experts = len(units.experts[index])
         product = 2.0 * tokens * numel
         spared = 0.0 if passed_by else 2.0 * tokens * max(t.numel for t in layer.tensors)
         moved = tokens * edges * item
-        found["forward", layer.name] = seconds(product, _FORWARD_PASSES * moved, _FORWARD_OPS * tensors)
+        found["forward", layer.name] = seconds(
+            product, forward_passes * moved, _FORWARD_OPS * tensors + _EXPERT_FORWARD_OPS * experts
+        )
         found["backward", layer.name] = seconds(
             3 * product - spared,
-            _BACKWARD_PASSES * moved + _GRADIENT_BYTES * sum(map(_numel, own)),
-            _BACKWARD_OPS * tensors,
+            backward_passes * moved + _GRADIENT_BYTES * sum(map(_numel, own)),
+            _BACKWARD_OPS * tensors + _EXPERT_BACKWARD_OPS * experts,
         )
     head = _numel(units.head)
     found["head", units.head.name] = seconds(
-        6.0 * tokens * head, _LOGIT_BYTES * tokens * case.vocabulary + _GRADIENT_BYTES * head
+        6.0 * tokens * head, _LOGIT_BYTES[kernels] * tokens * case.vocabulary + _GRADIENT_BYTES * head
     )
     for unit in units.begin:
         width = unit.tensors[0].shape[-1]
