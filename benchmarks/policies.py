@@ -208,9 +208,9 @@ def row(name: str, share: float, steps: int, drive: str) -> dict[str, Any]:
     known = foreseen(found.events)
     demanded = demand(found.layout, known)
     transfers, exact = fewest_transfers(demanded, found.frames)
-    moved = {"lookahead, as in the run": served(found, ending(found.events), 4)}
+    moved = {"lookahead, as in the run": served(found, ending(found.events), 16)}
     moved |= {f"lookahead, window {window}": served(found, known, window) for window in (4, 16, 32, None)}
-    moved["lru"] = served(found, known, 4, "lru")
+    moved["lru"] = served(found, known, 16, "lru")
     counts = {policy: (each.reads.total(), each.writes.total()) for policy, each in moved.items()}
     return {
         "run": name,

@@ -197,7 +197,7 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
         for outer in roots:
             if inner != outer and os.path.commonpath([inner, outer]) == outer:
                 raise ConfigError(f"tiers.nvme_dirs: {inner} lies in {outer}; name one of them, or another")
-    state_bytes = plan.nvme_bytes + plan.spill_bytes
+    state_bytes = plan.durable_bytes + plan.spill_bytes
     held = [drives.held_bytes(os.path.join(root, STATE_FOLDER)) for root in roots]
     if len(roots) < 2:
         drives.check_directories(

@@ -1,19 +1,19 @@
 """The bound of a step: no step can be faster than its slowest resource (docs/design.md section 6).
 
-The rates are those of this machine (machine.py). The traffic to the drives is counted by replaying the step's
-own schedule against an optimal cache of as many frames as the run has (Belady, IBM Systems Journal 5(2),
-1966).
+The rates are those of this machine (machine.py). The traffic to the drives is what no order of a step's page
+uses and no policy of the cache can do without: what the DRAM cannot hold at two instants of each step.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tierstream.engine.device.memory import ACTIVATION_GROUP
 from tierstream.engine.plan import Plan
-from tierstream.tiered.layout import Layout, Page
+from tierstream.engine.step.activations import WAITING_TENSORS
+from tierstream.tiered.layout import ITEM_BYTES, Layout, Page
 from tierstream.tiered.store import Intent
 
 
@@ -62,46 +62,63 @@ class Bound:
         return max(self.seconds, key=self.seconds.__getitem__)
 
 
-def drive_traffic(uses: Sequence[tuple[Page, Intent]], frames: int) -> tuple[int, int]:
-    """Pages that an optimal cache of `frames` must read and write per step, once the cyclic schedule `uses`
-    is in steady state.
+#: Page uses in order.
+Uses = Sequence[tuple[Page, Intent]]
+
+
+def least_traffic(uses: Uses, plan: Plan, layout: Layout) -> tuple[int, int]:
+    """Bytes that a step in steady state reads from the drives, and writes to them, at least
+    (docs/design.md section 6 proves it).
+
+    Args:
+        uses: page uses of a step (`StepScript.steady_uses`).
     """
-    length, cycles = len(uses), 3
-    pages = [page for page, _ in uses]
-    next_use = [0] * length
-    upcoming: dict[Page, int] = {page: index + length for index, page in reversed(list(enumerate(pages)))}
-    for index in range(length - 1, -1, -1):
-        next_use[index] = upcoming[pages[index]] - index
-        upcoming[pages[index]] = index
-    resident: dict[Page, int] = {}
-    dirty: set[Page] = set()
-    on_drive: set[Page] = {page for page, intent in uses if intent in (Intent.READ, Intent.UPDATE)}
-    furthest: list[tuple[int, Page]] = []
-    reads = writes = 0
-    for now in range(length * cycles):
-        page, intent = uses[now % length]
-        counted = now >= length * (cycles - 1)
-        if page not in resident:
-            if intent is not Intent.OVERWRITE and page in on_drive:
-                reads += counted
-            while len(resident) >= frames:
-                due, victim = heapq.heappop(furthest)
-                if resident.get(victim) != -due:
-                    continue
-                del resident[victim]
-                if victim in dirty:
-                    dirty.discard(victim)
-                    on_drive.add(victim)
-                    writes += counted
-        if intent is Intent.CONSUME:
-            resident.pop(page, None)
-            dirty.discard(page)
-            continue
-        if intent is not Intent.READ:
-            dirty.add(page)
-        resident[page] = now + next_use[now % length]
-        heapq.heappush(furthest, (-resident[page], page))
-    return reads, writes
+    turn = next((at for at, use in enumerate(uses) if _in_backward(use)), len(uses))
+    first, then = list(uses[:turn]), list(uses[turn:])
+    if all(intent is not Intent.UPDATE for _, intent in first):
+        first, then = then, first  # updates may begin in backward, and are finished at the next turn
+    begins, goes_on = _first(first + then), _first(then)
+    between = {page for page, intent in first if intent is not Intent.UPDATE}.intersection(goes_on)
+    needed = (_read(begins), _read({page: goes_on[page] for page in between}))
+    made = (_made(first + then), _made(then + first))
+    reads, writes = ([_beyond(pages, plan, layout) for pages in each] for each in (needed, made))
+    return sum(reads), max(writes)
+
+
+def _in_backward(use: tuple[Page, Intent]) -> bool:
+    page, intent = use
+    return (page.plane, intent) in (("activation", Intent.CONSUME), ("grad", Intent.OVERWRITE))
+
+
+def _first(uses: Uses) -> dict[Page, Intent]:
+    return dict(reversed(uses))
+
+
+def _read(uses: Mapping[Page, Intent]) -> dict[Page, Intent]:
+    return {page: intent for page, intent in uses.items() if intent is not Intent.OVERWRITE}
+
+
+def _made(uses: Uses) -> dict[Page, Intent]:
+    """Pages that got content, and have it at the end."""
+    changed, last = (page for page, intent in uses if intent is not Intent.READ), dict(uses)
+    return {page: Intent.UPDATE for page in changed if last[page] is not Intent.CONSUME}
+
+
+def _beyond(pages: Mapping[Page, Intent], plan: Plan, layout: Layout) -> int:
+    """Bytes of pages that at one instant neither the DRAM nor buffers of the device can hold."""
+    device: dict[tuple[str, str], int] = {}
+    memory = plan.device
+    for unit, plane in {(page.unit, page.plane) for page in pages}:
+        group = memory.group_of.get(unit, ACTIVATION_GROUP)
+        count, size = memory.slots.get(group, memory.expert_slots or (0, 0))
+        if plane == "grad":
+            count, numel = memory.sums[group]
+            device[plane, group] = count * numel * ITEM_BYTES[layout.spec(unit, plane).dtype]
+        elif plane == "activation":
+            device[plane, group] = (count + WAITING_TENSORS) * size
+        elif plane == "weight" and pages[Page(unit, plane, 0)] is Intent.READ:
+            device[plane, group] = count * size
+    return max(0, sum(map(layout.page_nbytes, pages)) - plan.dram_bytes - sum(device.values()))
 
 
 def step_bound(
@@ -150,8 +167,8 @@ def plan_bound(
         schedule: page uses of a step in steady state (`Runtime.steady_schedule`).
         on_drives: the state lies on drives; else DRAM holds all of it.
     """
-    reads, writes = drive_traffic(schedule, plan.dram_bytes // plan.page_bytes) if on_drives else (0, 0)
-    return traffic_bound(rates, plan, layout, reads * plan.page_bytes, writes * plan.page_bytes)
+    moved = least_traffic(schedule, plan, layout) if on_drives else (0, 0)
+    return traffic_bound(rates, plan, layout, *moved)
 
 
 def traffic_bound(rates: Rates, plan: Plan, layout: Layout, read_bytes: int, written_bytes: int) -> Bound:

@@ -96,11 +96,11 @@ class TiersConfig:
     """Units that stay on the device with all of their state, the first in forward order, and the rest of
     `gpu` are slots for layers; null: chosen if there is a `profile`, else as many as `gpu` holds."""
     policy: Literal["lookahead", "lru"] | None = None
-    """What leaves DRAM first: the page whose next scheduled use is furthest (Belady), or the least recently
-    used; null: chosen if there is a `profile`, else lookahead."""
+    """What leaves DRAM first: the page whose next scheduled use is furthest (Belady; gradients and boundaries
+    after the others), or the least recently used; null: chosen if there is a `profile`, else lookahead."""
     prefetch: ByteSize | None = None
     """How far the reads run ahead of the computation; 0: no prefetch; null: chosen if there is a `profile`,
-    else a quarter of `dram`."""
+    else a sixteenth of `dram`, at least 16 pages, at most a quarter."""
     writeback: ByteSize | None = None
     """Bytes of dirty pages on their way to the drives at once; null: chosen if there is a `profile`, else an
     eighth of `dram`."""
@@ -183,11 +183,6 @@ class Plan:
     def gpu_bytes(self) -> int:
         """Persistent buffers on the device."""
         return self.device.nbytes
-
-    @property
-    def nvme_bytes(self) -> int:
-        """Bytes of the files of the durable state."""
-        return self.durable_bytes
 
     @property
     def spill_bytes(self) -> int:
@@ -370,7 +365,7 @@ def make_plan(
         durable_bytes=layout.nbytes(durable=True),
         step_local_bytes=layout.nbytes(durable=False),
         policy=tiers.policy or "lookahead",
-        prefetch_bytes=int(dram // 4 if tiers.prefetch is None else tiers.prefetch),
+        prefetch_bytes=_ahead(tiers, dram, layout.page_bytes),
         writeback_bytes=int(dram // 8 if tiers.writeback is None else tiers.writeback),
         device=memory,
         boundary_nbytes=boundary,
@@ -380,6 +375,11 @@ def make_plan(
         gpu_updates=on_device,
     )
     return plan, layout
+
+
+def _ahead(tiers: TiersConfig, dram: int, page: int) -> int:
+    """How far reads run ahead: two granules, else little, for a page that comes early keeps another out."""
+    return min(dram // 4, max(dram // 16, 16 * page)) if tiers.prefetch is None else int(tiers.prefetch)
 
 
 def _paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes: int) -> Layout:

@@ -76,7 +76,7 @@ def tier_plans(config: RunConfig, units: ModelUnits, plan: Plan) -> tuple[TierPl
         TierPlan(tier="dram", holds=_in_dram(plan), used_bytes=plan.dram_bytes, limit_bytes=tiers.dram),
     ]
     if tiers.nvme_dirs is not None:
-        found.append(TierPlan(tier="nvme", holds=_on_drives(plan), used_bytes=plan.nvme_bytes))
+        found.append(TierPlan(tier="nvme", holds=_on_drives(plan), used_bytes=plan.durable_bytes))
     return tuple(found)
 
 

@@ -75,6 +75,7 @@ class Cache:
             stats=stats,
             write=lambda entry: issue(Transfer(Kind.WRITE, entry)),
             gone=self._window.note,
+            now=lambda: self._window.head,
         )
         self._queue: deque[Lease] = deque()
         self._clock = 0
@@ -274,7 +275,7 @@ class Cache:
         if ready:
             self._grant(lease)
         if short and not self._window.active:
-            self._frames.write_ahead(self._clean_ahead, beyond=-1)
+            self._frames.choose_ahead(self._clean_ahead, beyond=-1)
         return ready
 
     def _bind_for_head(self, entry: Entry, intent: Intent, frame: Frame) -> None:
@@ -392,4 +393,4 @@ class Cache:
             self._prefetch_in_flight_bytes += entry.nbytes
             self._issue(Transfer(Kind.PREFETCH, entry))
         if window.frames_wanted:
-            self._frames.write_ahead(window.frames_wanted, beyond=window.end)
+            self._frames.choose_ahead(window.frames_wanted, beyond=window.end)

@@ -45,7 +45,6 @@ class Entry:
         blank: it has a frame kept for the request at the head of the queue, which nobody else may see yet.
         pinned: the request at the head of the queue keeps it from eviction.
         victim: its write-back under way was started to free its frame.
-        cleaned: it was written back to be evicted, and was neither evicted nor used since.
         seal: checksum of its frame after the last fill or change; kept in debug mode only.
         demanded: it is read for the request at the head of the queue.
         prefetched: prefetch brought it, and it was not used since.
@@ -54,10 +53,9 @@ class Entry:
     """
 
     __slots__ = (
-        "array", "blank", "cleaned", "content_bytes", "cursor", "demanded", "dirty", "durable", "fetched",
-        "filling", "frame", "last_use", "later", "nbytes", "next_use", "owed", "padded", "page", "pinned",
-        "prefetched", "readers", "requests", "seal", "stored", "uses", "victim", "waiters", "writer",
-        "writing",
+        "array", "blank", "content_bytes", "cursor", "demanded", "dirty", "durable", "fetched", "filling",
+        "frame", "last_use", "later", "nbytes", "next_use", "owed", "padded", "page", "pinned", "prefetched",
+        "readers", "requests", "seal", "stored", "uses", "victim", "waiters", "writer", "writing",
     )  # fmt: skip
 
     def __init__(self, page: Page, layout: Layout) -> None:
@@ -78,7 +76,6 @@ class Entry:
         self.blank = False
         self.pinned = False
         self.victim = False
-        self.cleaned = False
         #: the frame holds zeros where the page has padding
         self.padded = self.content_bytes == self.nbytes
         self.prefetched = False
@@ -133,7 +130,7 @@ class Entry:
         if frame is None or not self.idle or self.pinned:
             raise self._illegal("evicted")
         self.frame = self.array = None
-        self.blank = self.cleaned = self.prefetched = False
+        self.blank = self.prefetched = False
         self.seal = None
         return frame
 

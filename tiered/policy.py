@@ -1,8 +1,9 @@
 """Which page leaves DRAM first.
 
 A policy only ranks. `Candidates` keeps the pages that may be evicted (resident, not leased, not in transit)
-in two heaps, clean and dirty, ordered by that rank. Pages that were taken back stay in the heaps as dead
-items and are dropped when they surface or outnumber the rest, so every operation is O(log n) amortised.
+in two heaps, ordered by that rank: those that would spill, and the others. Pages that were taken back stay in
+the heaps as dead items and are dropped when they surface or outnumber the rest, so every operation is
+O(log n) amortised.
 """
 
 from __future__ import annotations
@@ -14,8 +15,20 @@ from tierstream.io.errors import InvariantError
 
 #: Position of a use that is not on the schedule.
 NEVER = 1 << 62
+#: A page that would spill stays in place of one that is used this many times sooner. What counts is that it
+#: is far more than one: DRAM is short for as long as gradients or boundaries pile up, not until their use.
+SPILL_PATIENCE = 16
 
 Rank = tuple[int, int, int]
+
+
+class Ranked(Protocol):
+    """What is ranked."""
+
+    next_use: int
+    last_use: int
+    dirty: bool
+    durable: bool
 
 
 class Policy(Protocol):
@@ -33,6 +46,14 @@ class Policy(Protocol):
         """
         ...
 
+    def spills(self, page: Ranked, other: Ranked, now: int) -> bool:
+        """Whether a dirty step-local page goes before another one.
+
+        Args:
+            now: position of the earliest use that has not come.
+        """
+        ...
+
 
 class Lru:
     """Least recently used first."""
@@ -42,6 +63,9 @@ class Lru:
     def rank(self, next_use: int, last_use: int, dirty: bool) -> Rank:
         return (last_use, int(dirty), 0)
 
+    def spills(self, page: Ranked, other: Ranked, now: int) -> bool:
+        return page.last_use < other.last_use
+
 
 class Lookahead:
     """Used furthest in the future first: L. A. Belady's MIN (IBM Systems Journal 5(2), 1966) on a known
@@ -49,6 +73,9 @@ class Lookahead:
 
     At equal distance a clean page goes first, because it leaves without a write, then the least recently
     used; pages that are not on the schedule are all equally far.
+
+    MIN counts reads. A dirty step-local page that leaves costs a write too; one that is durable is written
+    once for each change anyway, if it leaves at any time before the next. So step-local pages stay longer.
     """
 
     name = "lookahead"
@@ -56,16 +83,11 @@ class Lookahead:
     def rank(self, next_use: int, last_use: int, dirty: bool) -> Rank:
         return (-next_use, int(dirty), last_use)
 
+    def spills(self, page: Ranked, other: Ranked, now: int) -> bool:
+        return page.next_use - now > SPILL_PATIENCE * (other.next_use - now)
+
 
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Lru(), Lookahead())}
-
-
-class Ranked(Protocol):
-    """What is ranked."""
-
-    next_use: int
-    last_use: int
-    dirty: bool
 
 
 _Item = TypeVar("_Item", bound=Ranked)
@@ -79,8 +101,8 @@ class Candidates(Generic[_Item]):
         self._adds = 0
         # The number of the latest `add` of each candidate: it tells a live heap item from a dead one.
         self._live: dict[_Item, int] = {}
-        self._clean = _LazyHeap(self._live)
-        self._dirty = _LazyHeap(self._live)
+        self._plain = _LazyHeap(self._live)
+        self._spilling = _LazyHeap(self._live)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -94,24 +116,18 @@ class Candidates(Generic[_Item]):
         self._adds += 1
         self._live[item] = self._adds
         rank = self._policy.rank(item.next_use, item.last_use, item.dirty)
-        (self._dirty if item.dirty else self._clean).push(rank, self._adds, item)
+        (self._spilling if item.dirty and not item.durable else self._plain).push(rank, self._adds, item)
 
     def remove(self, item: _Item) -> bool:
         """Take a page out, if it is in; tells whether it was."""
         return self._live.pop(item, None) is not None
 
-    def best(self) -> _Item | None:
-        """The next victim."""
-        clean, dirty = self._clean.peek(), self._dirty.peek()
-        if clean is None or dirty is None:
-            first = clean or dirty
-            return None if first is None else first[2]
-        return clean[2] if clean[0] <= dirty[0] else dirty[2]
-
-    def best_dirty(self) -> _Item | None:
-        """The next victim among the dirty pages."""
-        first = self._dirty.peek()
-        return None if first is None else first[2]
+    def best(self, now: int) -> _Item | None:
+        """The next victim. `now`: see `Policy.spills`."""
+        other, page = self._plain.peek(), self._spilling.peek()
+        if other is None or page is None:
+            return other or page
+        return page if self._policy.spills(page, other, now) else other
 
 
 class _LazyHeap(Generic[_Item]):
@@ -128,11 +144,11 @@ class _LazyHeap(Generic[_Item]):
             heapify(items)
         heappush(items, (rank, number, item))
 
-    def peek(self) -> tuple[Rank, int, _Item] | None:
+    def peek(self) -> _Item | None:
         """The live item of the smallest rank."""
         items = self._items
         while items:
             if self._live.get(items[0][2]) == items[0][1]:
-                return items[0]
+                return items[0][2]
             heappop(items)
         return None

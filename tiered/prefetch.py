@@ -93,6 +93,11 @@ class Window:
         return self._limit_bytes > 0 and len(self._schedule) > 0
 
     @property
+    def head(self) -> int:
+        """First position whose use has not come."""
+        return self._head
+
+    @property
     def end(self) -> int:
         """First position that the window has not reached."""
         return self._scan

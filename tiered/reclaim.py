@@ -1,8 +1,9 @@
 """Where frames come from: the free ones, and those of the pages that the policy gives up.
 
-Eviction follows the policy strictly. A dirty victim is written back first; as many victims are written as
-frames are wanted, so write-back runs ahead of need, and a page that can stay in DRAM until it changes again
-is never written.
+Victims are chosen in the order of the policy, as many as frames are wanted, and leave in that order as frames
+are taken; dirty ones are written back in between. So write-back runs ahead of need, a victim that was written
+leaves even if the policy would by then prefer another one, unless it is used again, and a page that can stay
+in DRAM until it changes again is never written.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Reclaimer:
         stats: counters to keep.
         write: starts a write-back; must not block.
         gone: told of every page that loses its frame.
+        now: position of the earliest use that has not come.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Reclaimer:
         stats: StoreStats,
         write: Callable[[Entry], None],
         gone: Callable[[Entry], None],
+        now: Callable[[], int],
     ) -> None:
         self.pool = pool
         self._candidates: Candidates[Entry] | None = Candidates(policy) if policy is not None else None
@@ -46,9 +49,11 @@ class Reclaimer:
         self._stats = stats
         self._write = write
         self._gone = gone
+        self._now = now
         self._writing_bytes = 0
         self._victims_writing = 0
-        self._victims_cleaned = 0
+        #: clean victims, in the order in which they leave
+        self._chosen: dict[Entry, None] = {}
 
     def take(self, entry: Entry, wanted: int, *, beyond: int) -> Frame | None:
         """A frame for a page: a free one, or that of the next victim.
@@ -62,30 +67,24 @@ class Reclaimer:
         """
         frame = self.pool.take(entry.page)
         while frame is None:
-            victim = self._candidates.best() if self._candidates is not None else None
-            if victim is None or victim.next_use <= beyond or self._victims_writing >= wanted:
-                return None
-            if not victim.dirty:
+            victim = next((chosen for chosen in self._chosen if chosen.next_use > beyond), None)
+            if victim is not None:
                 self.withdraw(victim)
                 self._stats.evictions += 1
                 frame = self._unbind(victim)
-            elif self._may_write(victim):
-                self._start_write(victim, victim=True)
-            else:
+            elif self._victims_writing >= wanted or not self._choose(beyond):
                 return None
         self._count_frames()
         return frame
 
-    def write_ahead(self, frames: int, *, beyond: int) -> None:
-        """See to it that so many frames are free, clean by an earlier call, or on their way there.
+    def choose_ahead(self, frames: int, *, beyond: int) -> None:
+        """See to it that so many frames are free, or of victims that are chosen by now.
 
-        Only victims used later than `beyond` are written.
+        Only victims used later than `beyond` are chosen.
         """
-        while self.pool.available + self._victims_cleaned + self._victims_writing < frames:
-            victim = self._candidates.best_dirty() if self._candidates is not None else None
-            if victim is None or victim.next_use <= beyond or not self._may_write(victim):
+        while self.pool.available + len(self._chosen) + self._victims_writing < frames:
+            if not self._choose(beyond):
                 return
-            self._start_write(victim, victim=True)
 
     def write_back(self, entries: Iterable[Entry]) -> list[Entry]:
         """Start what write-backs of the pages may start now; returns the pages that are not clean yet."""
@@ -101,12 +100,10 @@ class Reclaimer:
         for_frame = entry.victim
         entry.end_write()
         entry.dirty = False
-        if for_frame:
-            self._victims_writing -= 1
-            if entry.idle and not entry.pinned:
-                entry.cleaned = True
-                self._victims_cleaned += 1
+        self._victims_writing -= for_frame
         self.settle(entry)
+        if for_frame:
+            self._keep_chosen(entry)
 
     def settle(self, entry: Entry) -> None:
         """Make a page that nobody uses a candidate for eviction; if it has no content, free its frame."""
@@ -120,10 +117,8 @@ class Reclaimer:
             self._candidates.add(entry)
 
     def withdraw(self, entry: Entry) -> None:
-        """The page is no candidate for eviction any more, if it was one."""
-        if entry.cleaned:
-            entry.cleaned = False
-            self._victims_cleaned -= 1
+        """The page is no victim and no candidate for eviction any more, if it was one."""
+        self._chosen.pop(entry, None)
         if self._candidates is not None:
             self._candidates.remove(entry)
 
@@ -131,8 +126,25 @@ class Reclaimer:
         """The next uses of these pages have changed."""
         if self._candidates is not None:
             for entry in entries:
-                if self._candidates.remove(entry):
+                if entry in self._candidates or entry in self._chosen:
+                    self.withdraw(entry)
                     self._candidates.add(entry)
+
+    def _choose(self, beyond: int) -> bool:
+        """Make the policy's next victim one, and write it back if it is dirty; False: there is none now."""
+        victim = self._candidates.best(self._now()) if self._candidates is not None else None
+        if victim is None or victim.next_use <= beyond or (victim.dirty and not self._may_write(victim)):
+            return False
+        if victim.dirty:
+            self._start_write(victim, victim=True)
+        else:
+            self._keep_chosen(victim)
+        return True
+
+    def _keep_chosen(self, entry: Entry) -> None:
+        """A candidate that is clean leaves next, unless it is used before."""
+        if self._candidates is not None and self._candidates.remove(entry):
+            self._chosen[entry] = None
 
     def _may_write(self, entry: Entry) -> bool:
         return not self._writing_bytes or self._writing_bytes + entry.nbytes <= self._writeback_bytes

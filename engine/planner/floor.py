@@ -7,20 +7,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from tierstream.engine.bound import least_traffic
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.drive import DriveRates
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.simulate import expected_use
 from tierstream.engine.planner.times import LayerTimes
 from tierstream.io.transfer import Direction
-from tierstream.tiered.layout import ITEM_BYTES, Page, Unit
-from tierstream.tiered.lease import Intent
+from tierstream.tiered.layout import ITEM_BYTES, Unit
 
 
 def floor_s(case: Case, machine: Machine, times: LayerTimes) -> float:
-    """Seconds of a step in steady state, at least. Unlike the bound of a run (engine/bound.py) it holds for
-    any order of page uses and any policy of the cache: of the pages that a step uses, those that the DRAM
-    cannot hold when it begins are read in it, and those that it cannot hold changed are written.
+    """Seconds of a step in steady state, at least. What the drives move is that of the bound of a run
+    (engine/bound.py), which holds for any order of page uses and any policy of the cache.
     """
     use = expected_use(case)
     hit = [own[index].name for layer, own in enumerate(case.units.experts) for index in use(0, layer)]
@@ -34,7 +33,9 @@ def floor_s(case: Case, machine: Machine, times: LayerTimes) -> float:
     if machine.gpu_bytes is None:
         cores_s += machine.cores * compute_s + up_s + down_s
     names = case.config.tiers.nvme_dirs or []
-    drives_s = _drives_s(case, machine.drives[: len(names)], uses) if names else 0.0
+    drives_s = 0.0
+    if names:
+        drives_s = _moved_s(machine.drives[: len(names)], *least_traffic(uses, case.plan, case.layout))
     return max(compute_s, host_s, update_s, up_s, down_s, cores_s / machine.cores, drives_s)
 
 
@@ -115,20 +116,6 @@ def _uses_spared(case: Case) -> int:
         return 0
     slots, size = case.plan.device.expert_slots
     return slots * -(-size // case.layout.page_bytes)
-
-
-def _drives_s(case: Case, drives: Sequence[DriveRates], uses: Sequence[tuple[Page, Intent]]) -> float:
-    layout, deferred = case.layout, not case.script.updates_in_backward
-    # What is there when a step begins and ends: the state, and gradients that the next one will use.
-    kept = {
-        page: page.plane == "grad"
-        for page, _ in uses
-        if layout.spec(page.unit, page.plane).durable or (deferred and page.plane == "grad")
-    }
-    kept |= {page: True for page, intent in uses if page in kept and intent is Intent.UPDATE}
-    read = sum(map(layout.page_nbytes, kept)) - case.plan.dram_bytes
-    written = sum(layout.page_nbytes(page) for page, changed in kept.items() if changed)
-    return _moved_s(drives, max(0, read), max(0, written - case.plan.dram_bytes))
 
 
 def _moved_s(drives: Sequence[DriveRates], read: int, written: int) -> float:

@@ -21,8 +21,8 @@ Values = Mapping[str, Any]
 
 #: Shares that are tried of the units that could stay, and of the device's budget for experts, in quarters.
 _QUARTERS = (4, 3, 2, 1, 0)
-#: Shares of the DRAM, one in so many; the first is that of a run without a planner.
-_PREFETCH, _WRITEBACK = (4, 2, 8), (8, 4, 16)
+#: Shares of the DRAM, one in so many, beside those of a run without a planner.
+_PREFETCH, _WRITEBACK = (8, 4), (4, 16)
 _POLICIES = ("lookahead", "lru")
 
 
@@ -67,10 +67,10 @@ def store_settings(config: RunConfig, plan: Plan) -> list[Values]:
         return [{}]
     policies = _open("tiers.policy", tiers.policy, _POLICIES)
     prefetch, writeback = (
-        _open(key, given, [ByteSize(plan.dram_bytes // part) for part in parts])
-        for key, given, parts in (
-            ("tiers.prefetch", tiers.prefetch, _PREFETCH),
-            ("tiers.writeback", tiers.writeback, _WRITEBACK),
+        _open(key, given, [ByteSize(n) for n in dict.fromkeys((own, *(plan.dram_bytes // p for p in parts)))])
+        for key, given, own, parts in (
+            ("tiers.prefetch", tiers.prefetch, plan.prefetch_bytes, _PREFETCH),
+            ("tiers.writeback", tiers.writeback, plan.writeback_bytes, _WRITEBACK),
         )
     )
     return [dict(a | b | c) for a, b, c in product(policies, prefetch, writeback)]

@@ -97,7 +97,7 @@ def disk(case: Case) -> dict[str, int]:
     plan, on_drives = case.plan, case.config.tiers.nvme_dirs is not None
     most = case.config.checkpoint.most_at_once
     return {
-        "store": plan.nvme_bytes + plan.spill_bytes if on_drives else 0,
+        "store": plan.durable_bytes + plan.spill_bytes if on_drives else 0,
         "checkpoint": plan.durable_bytes,
         "checkpoints": most * plan.durable_bytes,
     }

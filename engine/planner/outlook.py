@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierstream.engine.bound import Bound, Rates, drive_traffic, traffic_bound
+from tierstream.engine.bound import Bound, Rates, least_traffic, traffic_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import TierPlan
 from tierstream.engine.plan_report import dtypes_of, tier_plans
@@ -184,9 +184,8 @@ def step_bound(case: Case, machine: Machine) -> Bound:
         part, scale = sample.case, sample.scale["bytes"]
     count, nbytes = len(case.config.tiers.nvme_dirs or []), (0, 0)
     if count:
-        frames, page = part.plan.dram_bytes // part.plan.page_bytes, part.plan.page_bytes
-        reads, writes = drive_traffic(part.script.steady_uses(()), frames)
-        nbytes = int(scale * reads * page), int(scale * writes * page)
+        reads, writes = least_traffic(part.script.steady_uses(()), part.plan, part.layout)
+        nbytes = int(scale * reads), int(scale * writes)
     return traffic_bound(_rates(machine, count), case.plan, case.layout, *nbytes)
 
 

@@ -186,13 +186,11 @@ class CacheMachine(RuleBasedStateMachine):
         assert frames._writing_bytes == sum(entry.nbytes for entry in entries if entry.writing)
         assert frames._writing_bytes <= max(self.writeback_bytes, PAGE_BYTES)
         assert frames._victims_writing == sum(entry.victim for entry in entries)
-        assert frames._victims_cleaned == sum(entry.cleaned for entry in entries)
         assert frames._candidates is not None
-        assert not any(
-            entry.cleaned and (entry.dirty or entry not in frames._candidates) for entry in entries
-        )
+        assert not any(entry.dirty or entry in frames._candidates for entry in frames._chosen)
         for entry in entries:
-            assert (entry in frames._candidates) == (entry.idle and not entry.pinned), entry.page
+            may_leave = entry in frames._candidates or entry in frames._chosen
+            assert may_leave == (entry.idle and not entry.pinned), entry.page
             assert not (entry.writer and (entry.readers or entry.writing))
             assert (entry.page in self.truth) == entry.stored
             assert entry.blank <= entry.pinned

@@ -22,6 +22,7 @@ class Item:
     next_use: int = NEVER
     last_use: int = 0
     dirty: bool = False
+    durable: bool = True
 
 
 def fewest_misses(trace: Sequence[int], frames: int) -> int:
@@ -136,12 +137,9 @@ def test_candidates_give_the_smallest_rank(
             candidates.add(item)
             held.append(item)
         assert len(candidates) == len(held)
-        best, best_dirty = candidates.best(), candidates.best_dirty()
+        best = candidates.best(0)
         assert (best is None) == (not held)
         assert best is None or rank(best) == min(map(rank, held))
-        in_dirty = [rank(item) for item in held if item.dirty]
-        assert (best_dirty is None) == (not in_dirty)
-        assert best_dirty is None or rank(best_dirty) == min(in_dirty)
 
 
 def test_dead_items_do_not_pile_up() -> None:
@@ -152,7 +150,7 @@ def test_dead_items_do_not_pile_up() -> None:
             candidates.remove(item)
             item.next_use = turn
             candidates.add(item)
-    assert len(candidates._clean._items) < 1000
+    assert len(candidates._plain._items) < 1000
 
 
 def test_at_equal_distance_the_clean_page_goes() -> None:
@@ -160,8 +158,18 @@ def test_at_equal_distance_the_clean_page_goes() -> None:
     dirty, clean = Item("dirty", 5, 1, True), Item("clean", 5, 2, False)
     candidates.add(dirty)
     candidates.add(clean)
-    assert candidates.best() is clean
-    assert candidates.best_dirty() is dirty
+    assert candidates.best(0) is clean
+
+
+def test_a_page_spills_only_in_place_of_one_that_is_used_very_soon() -> None:
+    candidates: Candidates[Item] = Candidates(Lookahead())
+    gradient, weight = Item("gradient", 133, dirty=True, durable=False), Item("weight", 102)
+    candidates.add(gradient)
+    candidates.add(weight)
+    assert candidates.best(99) is weight
+    assert candidates.best(100) is gradient, "16 times as far, and one more"
+    candidates.remove(weight)
+    assert candidates.best(0) is gradient
 
 
 def test_adding_a_candidate_twice_is_a_bug() -> None:

@@ -64,6 +64,45 @@ def test_write_back_runs_ahead_of_need_within_its_bytes() -> None:
     assert all(transfer.kind is not Kind.DEMAND for transfer in it.transfers)
 
 
+def test_what_was_written_to_leave_does_leave() -> None:
+    """A scan that changes all pages: whenever one is done with, it is the one that is used last, in place of
+    victims that were chosen before.
+    """
+    it, pages = bench(12, 7, prefetch=3, writeback=4)
+    for _ in range(4):
+        it.log.clear()
+        it.begin(pages, pages)
+        for page in pages:
+            it.use(page, Intent.UPDATE)
+            it.end_all()
+    writes = [index for kind, index in it.log if kind is Kind.WRITE]
+    assert len(writes) == len(it.log) - len(writes), "a page that stayed was written"
+
+
+def test_gradients_stay_in_place_of_weights_that_are_used_sooner() -> None:
+    """With the fewest reads, those of the last weights would be written, and read again."""
+    layout = layout_of(
+        ("u", "weight", "uint8", 12 * PAGE_BYTES, True), ("u", "grad", "uint8", 12 * PAGE_BYTES, False)
+    )
+    it = Bench(layout, 14, prefetch=1)
+    weights, grads = layout.pages("u", "weight"), layout.pages("u", "grad")
+    it.fill(weights)
+    forward, backward = list(zip(grads, weights, strict=True)), list(zip(weights, grads, strict=True))[::-1]
+    step = [page for pair in (*backward, *forward) for page in pair]
+    for _ in range(3):
+        it.begin(step, step)
+        for weight, grad in backward:
+            it.use(weight)
+            it.use(grad, Intent.OVERWRITE)
+            it.end_all()
+        assert all(it.cache.entry(grad).dirty for grad in grads), "one was written"
+        for grad, weight in forward:
+            it.use(grad, Intent.CONSUME)
+            it.use(weight, Intent.UPDATE)
+            it.end_all()
+    assert it.stats.nvme_bytes_written > 0
+
+
 def test_a_dirty_page_is_read_back_as_it_was_written() -> None:
     it, pages = bench(4, 2)
     lease = it.ask((pages[0], Intent.OVERWRITE))

@@ -116,7 +116,7 @@ def test_few_simulations_tell_how_much_faster_another_could_be(tmp_path: Path) -
     few, many = (choose(config, a_machine(gpu=True), simulations=count) for count in (2, 8))
     assert sum(each.step_s is not None for each in few.alternatives) == 1
     assert few.floor_s <= many.floor_s <= many.forecast.step_s <= few.forecast.step_s
-    assert "not looked at" in few.alternatives[-1].why
+    assert any("not looked at" in each.why for each in few.alternatives)
     assert "no other is faster by more than" in few.describe()
 
 

@@ -10,7 +10,7 @@ import pytest
 from support import families
 from support.rig import tiny_config
 
-from tierstream.engine.bound import Rates, drive_traffic
+from tierstream.engine.bound import Rates, least_traffic
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
@@ -86,18 +86,21 @@ def test_links_move_what_the_script_says(tmp_path: Path) -> None:
     assert timeline(found.spans).length_ms == pytest.approx(1e3 * found.step_s)
 
 
-def test_reads_are_those_of_an_optimal_cache(tmp_path: Path) -> None:
-    """But for frames that are leased or on their way, and what one step leaves to the next; and more DRAM is
-    never worse.
-    """
+@pytest.mark.parametrize("early", [False, True])
+def test_drives_move_no_less_than_the_bound(tmp_path: Path, early: bool) -> None:
+    """Nor much more; and more DRAM is never worse."""
     reads = []
     for dram in (400_000, 600_000, 800_000):
         config = config_of(tmp_path, tiny_config(layers=3), **drives(dram))
+        if early:
+            config.optimizer = OptimizerConfig(clip_norm=None, check_finite=False)
         case = case_of(config, GPU)
         found = simulate(case, GPU, 4)
-        least, _ = drive_traffic(case.script.steady_uses(()), case.plan.dram_bytes // PAGE)
-        reads.append(found.nbytes["nvme read"])
-        assert reads[-1] == pytest.approx(least * PAGE, rel=0.25)
+        least = least_traffic(case.script.steady_uses(()), case.plan, case.layout)
+        moved = found.nbytes["nvme read"], found.nbytes["nvme write"]
+        spare = case.plan.device.nbytes + 24 * PAGE  # buffers and leases
+        assert all(few <= nbytes < few + spare for few, nbytes in zip(least, moved, strict=True))
+        reads.append(moved[0])
     assert reads == sorted(reads, reverse=True)
 
 
@@ -151,8 +154,10 @@ def test_coarse_pages_move_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     durable = made.layout.nbytes(durable=True)
     assert durable == pytest.approx(exact.layout.nbytes(durable=True), rel=0.05)
     fine, rough = (simulate(case, machine, experts=everyone(case)) for case in (exact, made))
-    assert rough.nbytes["download"] == pytest.approx(fine.nbytes["download"], rel=0.05)
-    assert rough.nbytes["nvme read"] == pytest.approx(fine.nbytes["nvme read"], rel=0.15)
+    # The last gradients of a step go down while the next begins.
+    between = IN_FLIGHT_PAGES * made.layout.page_bytes
+    assert rough.nbytes["download"] == pytest.approx(fine.nbytes["download"], abs=between)
+    assert rough.nbytes["nvme read"] == pytest.approx(fine.nbytes["nvme read"], rel=0.2)  # with 36 frames
     assert rough.step_s == pytest.approx(fine.step_s, rel=0.15)
 
 
