@@ -39,7 +39,7 @@ class Page(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSpec:
     """One tensor in a unit.
 
@@ -56,7 +56,7 @@ class TensorSpec:
     group: int
     part: int | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -74,7 +74,7 @@ class TensorSpec:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Unit:
     """Tensors that are streamed as one: all of them are trained, or none.
 
@@ -86,12 +86,12 @@ class Unit:
     tensors: tuple[TensorSpec, ...]
     numel: int
 
-    @property
+    @cached_property
     def trained(self) -> bool:
         """Else it has a weight plane alone, which never changes."""
         return any(tensor.group != FROZEN for tensor in self.tensors)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Elements without padding."""
         return sum(tensor.numel for tensor in self.tensors)

@@ -10,7 +10,7 @@ from typing import Protocol
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.trace.trace import Span, Track
-from tierstream.tiered.layout import ITEM_BYTES, Unit
+from tierstream.tiered.layout import ITEM_BYTES
 
 #: Operations of torch for each tensor of a layer: forward, and recompute with backward.
 _FORWARD_OPS, _BACKWARD_OPS = 7, 22
@@ -93,7 +93,7 @@ def modelled_times(case: Case, machine: Machine) -> Known:
     for index, layer in enumerate(units.layers):
         own = [layer, *units.beside[index], *units.experts[index]]
         passed_by = units.passed_by[index]
-        numel = sum(map(_numel, own)) - passed_by
+        numel = sum(unit.parameters for unit in own) - passed_by
         share = numel / (numel + passed_by)
         edges = share * sum(sum(t.shape) for unit in own for t in unit.tensors)
         tensors = chunks * sum(len(unit.tensors) for unit in own)
@@ -106,10 +106,10 @@ def modelled_times(case: Case, machine: Machine) -> Known:
         )
         found["backward", layer.name] = seconds(
             3 * product - spared,
-            backward_passes * moved + _GRADIENT_BYTES * sum(map(_numel, own)),
+            backward_passes * moved + _GRADIENT_BYTES * sum(unit.parameters for unit in own),
             _BACKWARD_OPS * tensors + _EXPERT_BACKWARD_OPS * experts,
         )
-    head = _numel(units.head)
+    head = units.head.parameters
     found["head", units.head.name] = seconds(
         6.0 * tokens * head, _LOGIT_BYTES[kernels] * tokens * case.vocabulary + _GRADIENT_BYTES * head
     )
@@ -120,7 +120,3 @@ def modelled_times(case: Case, machine: Machine) -> Known:
     for unit in units.in_forward_order:
         found["adamw", unit.name] = seconds(0, _UPDATE_BYTES * unit.numel)
     return Known(found)
-
-
-def _numel(unit: Unit) -> int:
-    return sum(tensor.numel for tensor in unit.tensors)
