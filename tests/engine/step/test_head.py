@@ -132,7 +132,7 @@ def test_logits_of_one_chunk_exist_at_once(z_coef: float) -> None:
     """C17: a vocabulary of 250,000. The peak is what the plan counts for a chunk, whatever the length; the
     first chunk has no trained token; loss and gradients are those of plain torch.
     """
-    tokens, chunk = 96, 32
+    tokens, chunk = 160, 32
     config = tiny_config("qwen2", vocab_size=250_000, layers=1)
     model = reference_model(config, torch.float32)
     norm, output, units = model.model.norm, model.lm_head, find_units(model)
@@ -153,8 +153,8 @@ def test_logits_of_one_chunk_exist_at_once(z_coef: float) -> None:
         losses, grad = head.loss_and_gradient(weights, hidden, labels, tokens - chunk, gradients)
         peak = peak_rss_bytes() - before
     planned = logits_nbytes(output, chunk, z_coef)
-    if before:  # the matrix's gradient comes to it; logits of all tokens would be three times as much
-        assert 0.9 * planned < peak < 2 * planned, (peak, planned)
+    if before:  # the matrix's gradient and what products take come to it; logits of all tokens are 5 times that
+        assert 0.9 * planned < peak < 3 * planned, (peak, planned)
     hidden.requires_grad_()
     logits = output(norm(hidden[:, chunk:]))[0]
     entropy = torch.nn.functional.cross_entropy(logits, labels[0, chunk:])
