@@ -153,7 +153,7 @@ def test_logits_of_one_chunk_exist_at_once(z_coef: float) -> None:
         losses, grad = head.loss_and_gradient(weights, hidden, labels, tokens - chunk, gradients)
         peak = peak_rss_bytes() - before
     planned = logits_nbytes(output, chunk, z_coef)
-    if before:  # the matrix's gradient and what products take come to it; logits of all tokens are 5 times that
+    if before:  # the matrix's gradient and what products take come to it; all logits are five times as much
         assert 0.9 * planned < peak < 3 * planned, (peak, planned)
     hidden.requires_grad_()
     logits = output(norm(hidden[:, chunk:]))[0]
