@@ -345,7 +345,8 @@ def test_the_bytes_written_are_those_that_the_kernel_counts(tmp_path: Path) -> N
     reported = sum(observer.reported[1:])
     assert reported > 5 << 20
     assert abs(reported - kernel) < 0.05 * kernel, (reported, kernel)
-    assert np.ptp(observer.reported[2:]) < 0.2 * reported / 10
+    # Each step has its own, though a write-back may begin before or after the end of a step.
+    assert max(observer.reported[2:]) < 1.5 * min(observer.reported[2:])
     (drive,) = json.loads((Path(config.run_dir) / "result.json").read_text())["drives"].values()
     assert drive["path"] == "posix-direct"
     # First values and the last flush too, so more than in the steps.
