@@ -2,9 +2,9 @@
 
     python benchmarks/foreseen.py PROFILE RESULT...
 
-PROFILE is that of the machine (`tierstream bench --profile`), each RESULT a file of `bench train --json`; the
-first drives of the profile stand for those of a run. Prints a table in Markdown, and how many cases are
-foreseen within 15 and 30 %.
+PROFILE is of the machine (`tierstream bench --profile`), or the name of one (h200); each RESULT is a file of
+`bench train --json`; the first drives of the profile stand for those of a run. Prints a table in Markdown,
+and how many cases are foreseen within 15 and 30 %.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tierstream.engine.measure.train_bench import Setting
 from tierstream.engine.model.shapes import architecture
 from tierstream.engine.planner.case import case_of
 from tierstream.engine.planner.machine import Machine
+from tierstream.engine.planner.machines import machine_file
 from tierstream.engine.planner.needs import device_peak
 from tierstream.engine.planner.sample import predict
 from tierstream.engine.update.optimizer import OptimizerConfig
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("results", nargs="+", type=Path)
     args = parser.parse_args()
     gc.disable()  # as `tierstream plan` does
-    machine = Machine.from_profile(args.profile, OptimizerConfig().threads_of)
+    machine = Machine.from_profile(machine_file(args.profile), OptimizerConfig().threads_of)
     print("| run | measured, s | foreseen, s | ratio | GPU peak, GiB | foreseen | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     found = list[Compared]()

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierstream.engine.config import RunConfig
 from tierstream.io import durable
@@ -42,6 +42,9 @@ class PlanOptions(RunConfig):
     what_if: str = ""
     """Changes to the machine, as in dram=256GiB,drives=4: host memory, memory of the GPU (gpu), drives,
     cores. Budgets that the run sets grow with it."""
+    choose: bool = False
+    """Choose what the run leaves open of its placement, as the run itself does on a machine that its profile
+    describes: the fastest plan that changes no bit. Takes up to a minute for a large model."""
     price: float | None = None
     """Of the machine, for an hour; null: costs are not told."""
     json: str | None = None
@@ -72,15 +75,22 @@ def main(args: Sequence[str]) -> int:
 def plan(options: PlanOptions) -> int:
     """Plan and tell. Returns the exit status; raises TierstreamError."""
     machine = _machine(options)
-    from tierstream.engine.planner.outlook import look_ahead  # takes seconds to import
+    from tierstream.engine.planner.choose import choose  # takes seconds to import
+    from tierstream.engine.planner.outlook import look_ahead
     from tierstream.engine.planner.what_if import Setting, what_if
     from tierstream.tools.outlook import print_outlook
     from tierstream.tools.tables import open_console
 
     setting = what_if(Setting(options, machine), options.what_if)
-    ahead = look_ahead(setting.config, setting.machine, price_per_hour=options.price)
+    config, chosen = setting.config, dict[str, Any]()
+    if options.choose:
+        choice = choose(config, setting.machine)
+        config, chosen = choice.config, dict(choice.values)
+        if options.json != "-":
+            print(f"Chosen: {choice.describe()}")
+    ahead = look_ahead(config, setting.machine, price_per_hour=options.price)
     if options.json is not None:
-        text = json.dumps(dataclasses.asdict(ahead.outlook), indent=2) + "\n"
+        text = json.dumps(dataclasses.asdict(ahead.outlook) | {"chosen": chosen}, indent=2) + "\n"
         if options.json == "-":
             print(text, end="")
         else:

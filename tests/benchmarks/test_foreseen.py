@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tierstream.engine.planner.machine import Machine
+from tierstream.engine.planner.machines import machine_file
 from tierstream.engine.update.optimizer import OptimizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ _spec.loader.exec_module(foreseen)
 
 @pytest.mark.parametrize("name", ["7b", "3b-12gib-dram"])
 def test_steps_and_memory_are_those_that_were_measured(name: str) -> None:
-    machine = Machine.from_profile(MEASURED / "2026-11-30-h200-profile.json", OptimizerConfig().threads_of)
+    machine = Machine.from_profile(machine_file("h200"), OptimizerConfig().threads_of)
     result = json.loads((MEASURED / f"2026-11-30-h200-{name}.json").read_text())
     (row,) = foreseen.compared(result, name, machine)
     assert abs(row.ratio - 1) <= 0.15

@@ -57,11 +57,26 @@ def test_everything_is_there_as_json(command: Command, run_file: Path, tmp_path:
     status, out, _ = command.run(*options, "-")
     assert status == 0
     plain = json.loads(out)
-    assert plain.keys() == {field.name for field in dataclasses.fields(Outlook)}
+    assert plain.keys() == {field.name for field in dataclasses.fields(Outlook)} | {"chosen"}
+    assert plain["chosen"] == {}
     assert plain["cost_per_billion_tokens"] is None
     assert plain["bound_s"].keys() == {"compute", "upload", "update", "nvme"}
     assert command.run(*options, str(tmp_path / "plan.json"))[0] == 0
     assert json.loads((tmp_path / "plan.json").read_text()) == plain
+
+
+def test_what_a_run_leaves_open_is_chosen(command: Command, run_file: Path, tmp_path: Path) -> None:
+    """What was chosen, put into the run, is planned like that."""
+    options = ("plan", str(run_file), "--machine", "workstation", "--json", str(tmp_path / "plan.json"))
+    status, out, _ = command.run(*options, "--choose", "true")
+    assert status == 0
+    assert out.startswith("Chosen: optimizer.placement ")
+    plain = json.loads((tmp_path / "plan.json").read_text())
+    chosen = plain.pop("chosen")
+    assert "tiers.resident" in chosen
+    given = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
+    assert command.run(*options, *given)[0] == 0
+    assert json.loads((tmp_path / "plan.json").read_text()) == plain | {"chosen": {}}
 
 
 def test_what_cannot_be_planned_is_refused(command: Command, run_file: Path) -> None:
