@@ -93,7 +93,8 @@ def _wear_line(plan: PlanReport) -> str:
     per_step = plan.written_bytes_per_step
     total = per_step * max(0, plan.last_step - plan.first_step + 1)
     line = (
-        f"drives are written {per_step / 1e9:.3g} GB per step, {total / 1e12:.3g} TB by step {plan.last_step}"
+        f"drives are written at least {per_step / 1e9:.3g} GB per step, {total / 1e12:.3g} TB by step "
+        f"{plan.last_step}"
     )
     if plan.bound is None:
         return line

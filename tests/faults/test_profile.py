@@ -188,7 +188,7 @@ class Written(Callback):
 def test_the_plan_tells_what_the_drives_will_be_written(
     command: Command, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C31: within 10 % in the steady state, and terabytes on the screen."""
+    """C31: what a steady state cannot do without, and not half of it; and terabytes on the screen."""
     rates = Rates(flop_per_s=1e9, upload=None, update_parameters_per_s=1e9)
     monkeypatch.setattr(plan_report, "machine_rates", lambda *_: rates)
     monkeypatch.setattr(machine, "measure_drive", lambda *_: None)
@@ -200,11 +200,11 @@ def test_the_plan_tells_what_the_drives_will_be_written(
     assert planned > 0
     # The first two steps fill the cache, and the last leaves an update to be done.
     steady = observer.nbytes[2:-1]
-    assert sum(steady) == pytest.approx(planned * len(steady), rel=0.1), (planned, observer.nbytes)
+    assert planned <= sum(steady) / len(steady) < 2 * planned, (planned, observer.nbytes)
     config.run_dir = str(tmp_path / "again")
     out = command.train(config)[1]
     told = re.search(
-        r"^drives are written (\S+) GB per step, (\S+) TB by step 10, up to \S+ TB a day$", out, re.M
+        r"^drives are written at least (\S+) GB per step, (\S+) TB by step 10, up to \S+ TB a day$", out, re.M
     )
     assert told is not None, out
     assert float(told[1]) == pytest.approx(planned / 1e9, rel=0.01)

@@ -89,7 +89,7 @@ what layers share takes up to 5.00 GiB, beside gpu above
 /mnt/nvme0: posix-direct, 75 % of the state, 4 threads, blocks of 4.00 MiB; 6.00 GB/s read; \
 3.25 GB/s written; 4.00 GB/s both at once
 /mnt/nvme1: posix-buffered (no O_DIRECT), 25 % of the state, 8 threads, blocks of 1.00 MiB
-drives are written 17 GB per step, 1.7 TB by step 100, up to 322 TB a day
+drives are written at least 17 GB per step, 1.7 TB by step 100, up to 322 TB a day
 A step takes at least 4.56 s, set by nvme
   (nvme 4.56 s, compute 3.1 s, update 0.3 s)"""
     )
