@@ -13,17 +13,24 @@ BIN := $(VENV)/bin
 TYPED := build/typed/tierstream
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
-PIP_INSTALL := PIP_DISABLE_PIP_VERSION_CHECK=1 CXX=$(CXX) $(BIN)/pip install --quiet --constraint constraints.txt
+# Modules are compiled when they are first imported: most never are, and pip would take a minute for all. What is
+# compiled is kept, also where the environment says otherwise: dozens of processes import the same.
+unexport PYTHONDONTWRITEBYTECODE
+PIP_INSTALL := PIP_DISABLE_PIP_VERSION_CHECK=1 CXX=$(CXX) $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test pytest lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
+# mypy takes one core for a minute: the others need not wait for it.
+test: $(VENV)/installed-test $(TYPED)
+	$(MAKE) --jobs=2 lint pytest
+
 # Half as many tests again at once as there are cores, since a third of the time they wait for delays that they
 # put into copies; each worker takes about 1 GB of memory.
-test: lint
+pytest: $(VENV)/installed-test
 	$(BIN)/python -m pytest --numprocesses=$(shell expr $$(nproc) \* 3 / 2) --maxprocesses=8 --dist=worksteal
 
 lint: $(VENV)/installed-test $(TYPED)
