@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.measure.train_bench import Setting
 from tierstream.engine.model.shapes import architecture
 from tierstream.engine.planner.case import case_of
 from tierstream.engine.planner.machine import Machine
@@ -95,26 +94,16 @@ def _own(command: Sequence[str]) -> list[str]:
 def _configs(options: TrainBenchOptions, machine: Machine) -> Iterator[tuple[int, RunConfig]]:
     """Layers and configuration of the cases, in the order in which `bench train` has them."""
     drives = [drive.directory for drive in machine.drives][: len(options.nvme_dirs or [])]
-    depths = options.layers or [architecture(options.shape)["num_hidden_layers"]]
-    for layers, stream in itertools.product(depths, options.stream):
-        for gpu, clip, placement in itertools.product(
-            options.gpu or [None], options.clip_norm or [None], options.placement
-        ):
-            config = options.run_config("run", drives or None)
-            setting = Setting(
-                gpu=gpu,
-                clip_norm=clip,
-                check_finite=options.check_finite or clip is not None,
-                placement=placement,
-            )
-            cache = config.moe.gpu_cache if stream == "experts" else None
-            own = replace(
-                config,
-                optimizer=setting.optimizer(config.optimizer),
-                tiers=replace(config.tiers, gpu=gpu),
-                moe=replace(config.moe, stream=stream, gpu_cache=cache),
-            )
-            yield layers, own
+    for layers, stream, setting in product(options.depths, options.stream, options.settings()):
+        config = options.run_config("run", drives or None)
+        cache = config.moe.gpu_cache if stream == "experts" else None
+        own = replace(
+            config,
+            optimizer=setting.optimizer(config.optimizer),
+            tiers=replace(config.tiers, gpu=setting.gpu),
+            moe=replace(config.moe, stream=stream, gpu_cache=cache),
+        )
+        yield layers, own
 
 
 def main() -> None:

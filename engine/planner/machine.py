@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -56,19 +56,14 @@ class Machine:
         from tierstream.engine import assemble
         from tierstream.engine.device.device import Device
         from tierstream.engine.measure import machine
-        from tierstream.io import probes
-        from tierstream.io.memory import memory_budget
 
         profile, device = profile or machine.load_profile(config.tiers), Device(config.train.device)
         drives = machine.known_drives(config.tiers, profile)
         dtype = getattr(torch, config.model.dtype)
         threads = assemble.update_threads(config)
         rates = machine.machine_rates(profile, drives, device, dtype, threads)
-        return cls(
-            name=probes.cpu_model() or "this machine",
-            host_bytes=memory_budget().available_bytes,
-            gpu_bytes=torch.cuda.mem_get_info(device.torch_device)[1] if device.is_cuda else None,
-            cores=len(os.sched_getaffinity(0)),
+        return replace(
+            cls.unmeasured(config),
             drives=drive_rates(drives, config.tiers.throttle.limits),
             rates=machine.with_step_rates(rates, profile, device),
         )
@@ -78,16 +73,15 @@ class Machine:
         """This machine for questions of what fits: its rates are not known."""
         import torch
 
-        from tierstream.engine.device.device import Device
         from tierstream.io import probes
         from tierstream.io.memory import memory_budget
 
-        device = Device(config.train.device)
+        device = torch.device(config.train.device)
         unknown = math.nan
         return cls(
             name=probes.cpu_model() or "this machine",
             host_bytes=memory_budget().available_bytes,
-            gpu_bytes=torch.cuda.mem_get_info(device.torch_device)[1] if device.is_cuda else None,
+            gpu_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
             cores=len(os.sched_getaffinity(0)),
             drives=tuple(DriveRates.unknown(path) for path in config.tiers.nvme_dirs or []),
             rates=Rates(flop_per_s=unknown, upload=unknown, update_parameters_per_s=unknown),

@@ -29,7 +29,6 @@ from tierstream.tools.options import parse_options
 
 if TYPE_CHECKING:
     from tierstream.engine.bound import Rates
-    from tierstream.engine.byte_size import ByteSize
     from tierstream.engine.measure.machine import KnownDrive
     from tierstream.engine.measure.train_bench import Setting
     from tierstream.engine.step.batch import Batch
@@ -71,8 +70,7 @@ def main(args: Sequence[str]) -> int:
         check_directories((path, 0) for path in (*(options.nvme_dirs or []), *peer_dirs))
         stack.enter_context(_device_memory_errors())
         bench = _Bench.prepare(options, options.run_config(folder, options.nvme_dirs))
-        depths = options.layers or [architecture(options.shape)["num_hidden_layers"]]
-        for layers, stream in itertools.product(depths, options.stream):
+        for layers, stream in itertools.product(options.depths, options.stream):
             bench.config.moe.stream = stream
             bench.measure(layers, baselines=stream == options.stream[0])
     from tierstream.engine.measure.machine_facts import describe_machine
@@ -149,23 +147,12 @@ class _Bench:
         self, layers: int, peers: Sequence[PeerCase], *, resident: bool
     ) -> list[tuple[Setting, float]]:
         """Ours and these peers, in turn. Returns the setting and the loss of every step from the tiers."""
-        from tierstream.engine.measure.train_bench import ResidentCase, Setting, TieredBench
+        from tierstream.engine.measure.train_bench import ResidentCase, TieredBench
         from tierstream.tools.bench.timeline import record_case
         from tierstream.tools.bench.training import MeasuredCase, case_name
 
         options = self.options
-        budgets: list[ByteSize | None] = [None] if options.gpu is None else [*options.gpu]
-        settings = [
-            Setting(
-                gpu=gpu,
-                clip_norm=clip,
-                check_finite=options.check_finite or clip is not None,
-                placement=placement,
-            )
-            for gpu, clip, placement in itertools.product(
-                budgets, options.clip_norm or [None], options.placement
-            )
-        ]
+        settings = options.settings()
         with ExitStack() as stack:
             config, known = stack.enter_context(self._scratch())
             bench = stack.enter_context(TieredBench(config, settings, known, self.batch))

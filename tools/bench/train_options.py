@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from itertools import product
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
@@ -14,7 +15,7 @@ from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.config_tree import option
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.model.config import ModelConfig
-from tierstream.engine.model.shapes import ShapeName, has_experts
+from tierstream.engine.model.shapes import ShapeName, architecture, has_experts
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.plan import TiersConfig
 from tierstream.engine.update.optimizer import OptimizerConfig
@@ -22,6 +23,9 @@ from tierstream.io.errors import ConfigError, TierstreamError
 from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import PEER_NAMES, PeerName
 from tierstream.tools.bench.report import OutputOptions
+
+if TYPE_CHECKING:
+    from tierstream.engine.measure.train_bench import Setting
 
 BaselineName: TypeAlias = Literal["resident"] | PeerName
 #: Key of a run file -> the option that sets it here.
@@ -180,6 +184,26 @@ class TrainBenchOptions(OutputOptions):
                 f"--peer-nvme-dir is {self.peer_nvme_dir}, but no baseline keeps state on a drive; add "
                 f"--baseline {users}, or leave it out"
             )
+
+    @property
+    def depths(self) -> list[int]:
+        """Numbers of layers that are measured."""
+        return self.layers or [architecture(self.shape)["num_hidden_layers"]]
+
+    def settings(self) -> list[Setting]:
+        """Of our cases at each depth, in order."""
+        from tierstream.engine.measure.train_bench import Setting
+
+        budgets: list[ByteSize | None] = [None] if self.gpu is None else [*self.gpu]
+        return [
+            Setting(
+                gpu=gpu,
+                clip_norm=clip,
+                check_finite=self.check_finite or clip is not None,
+                placement=placement,
+            )
+            for gpu, clip, placement in product(budgets, self.clip_norm or [None], self.placement)
+        ]
 
     @property
     def peers(self) -> list[PeerName]:
