@@ -44,7 +44,7 @@ class PlanOptions(RunConfig):
     cores. Budgets that the run sets grow with it."""
     choose: bool = False
     """Choose what the run leaves open of its placement, as the run itself does on a machine that its profile
-    describes: the fastest plan that changes no bit. Takes up to a minute for a large model."""
+    describes: the fastest plan that changes no bit. Takes about a minute for 100 billion parameters."""
     price: float | None = None
     """Of the machine, for an hour; null: costs are not told."""
     json: str | None = None
