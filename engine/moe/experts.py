@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tierstream.engine.device.device import Device
 from tierstream.engine.moe.cache import ExpertCache, ExpertShapes
@@ -142,7 +143,9 @@ class StreamedExperts:
             pairs = hidden.new_empty(len(routing.order), hidden.shape[-1])
             for expert, parameters in self._streamed():
                 mine = slice(*routing.spans[expert])
-                pairs[routing.order[mine]] = self._mlp(hidden[routing.tokens[mine]], parameters)
+                tokens = routing.tokens[mine]
+                out = self._mlp(self._padded(hidden[tokens]), parameters)
+                pairs[routing.order[mine]] = out[: len(tokens)]
             return _summed(pairs * weights.reshape(-1, 1), routing.choices).to(hidden.dtype)
 
     def skipped(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -167,14 +170,15 @@ class StreamedExperts:
             for expert, parameters in self._streamed():
                 mine = slice(*routing.spans[expert])
                 pairs, tokens = routing.order[mine], routing.tokens[mine]
-                part = hidden[tokens].requires_grad_()
+                part = self._padded(hidden[tokens]).requires_grad_()
                 with torch.enable_grad():
                     out = self._mlp(part, parameters)
                 coming = grad[tokens].to(torch.result_type(grad, weights))
-                grad_weights[pairs] = (out.detach() * coming).sum(-1).to(weights.dtype)
-                grad_out = (coming * flat_weights[pairs].unsqueeze(-1)).to(out.dtype)
+                grad_weights[pairs] = (out.detach()[: len(tokens)] * coming).sum(-1).to(weights.dtype)
+                grad_out = self._padded((coming * flat_weights[pairs].unsqueeze(-1)).to(out.dtype))
                 wanted = [part, *parameters.values()] if self.trained else [part]
-                grad_pairs[pairs], *grads = torch.autograd.grad(out, wanted, grad_out)
+                grad_part, *grads = torch.autograd.grad(out, wanted, grad_out)
+                grad_pairs[pairs] = grad_part[: len(tokens)]
                 if self.trained:
                     self._gradients.open(self.units[expert]).add(grads)
                     self._gradients.close(self.units[expert])
@@ -190,6 +194,11 @@ class StreamedExperts:
         for name in self._cache.want(list(experts)):
             yield experts[name], self._cache.take(name, self._shapes)
             self._cache.release(name)
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of zeros below, up to a number of rows that comes again; they add zeros to gradients."""
+        missing = -len(rows) % self._device.product_rows
+        return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     def _mlp(self, x: torch.Tensor, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """One expert over its tokens."""

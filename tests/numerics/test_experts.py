@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from support.families import MOE_FAMILIES, moe_config
 from support.rig import PlainTraining, Setup, batches, rig, same_bits
 
+from tierstream.engine.device.device import PRODUCT_ROWS
+from tierstream.engine.moe.experts import StreamedExperts
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.update.optimizer import OptimizerConfig
 
@@ -73,6 +76,26 @@ def test_loss_and_gradients_in_fp32(family: str) -> None:
     found, expected = compare(setup(family))
     far = {name: distance(found[name], grad) for name, grad in expected.items()}
     assert not {name: d for name, d in far.items() if not d <= 1e-6}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_rows_of_zeros_below_an_experts_tokens_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """As on a GPU, where few shapes of products must be met."""
+    rows = list[int]()
+    mlp = StreamedExperts._mlp
+
+    def counted(experts: StreamedExperts, x: torch.Tensor, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        rows.append(len(x))
+        return mlp(experts, x, own)
+
+    monkeypatch.setitem(PRODUCT_ROWS, "cpu", 8)
+    monkeypatch.setattr(StreamedExperts, "_mlp", counted)
+    found, expected = compare(setup(family))
+    assert rows
+    assert all(count % 8 == 0 for count in rows)
+    assert [name for name, grad in expected.items() if not distance(found[name], grad) <= 1e-6] == []
 
 
 #: Room on the device for one expert, for half a layer's, for all; and whether drives hold the state.
