@@ -16,7 +16,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -31,6 +31,8 @@ from tierstream.io.errors import ConfigError
 #: takes 0.2 to 0.5 ms of the enqueuing thread to choose a kernel for a shape that it has not met, ten times
 #: what a launch takes; and it computes in tiles of that many rows anyway.
 PRODUCT_ROWS = {"cpu": 1, "cuda": 128}
+#: Hopper. On others torch 2.11 multiplies group by group, and waits for the device to know where they end.
+_GROUPED_CAPABILITY = (9, 0)
 
 
 @dataclass
@@ -258,6 +260,16 @@ class Device:
         spare = np.empty(nbytes + 4096, np.uint8)
         start = -spare.ctypes.data % 4096
         return torch.from_numpy(spare[start : start + nbytes])
+
+    @property
+    def multiplies_groups(self) -> bool:
+        """torch has a kernel here that multiplies groups of rows with a matrix each."""
+        return self.is_cuda and torch.cuda.get_device_capability(self.torch_device) >= _GROUPED_CAPABILITY
+
+    def int32(self, values: Sequence[int]) -> torch.Tensor:
+        """These numbers on the device, in the order of the current stream; the host does not wait."""
+        made = torch.tensor(values, dtype=torch.int32, pin_memory=self.is_cuda)
+        return made.to(self.torch_device, non_blocking=True)
 
     def poison(self, buffer: torch.Tensor, lane: Lane) -> Event | None:
         """With faults on, fill a buffer that nobody may read any more with NaN, in the order of `lane`; the

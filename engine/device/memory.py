@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: Groups of buffers that units share; embedding, head and the units that stay have their own, by their names.
 LAYER_GROUP, BESIDE_GROUP, EXPERT_GROUP, ACTIVATION_GROUP = "layers", "beside", "experts", "activations"
-#: Slots for weights of experts where no budget says how many: one computed with, two on their way, one ahead.
-_EXPERT_SLOTS = 4
+#: Slots for weights of experts where no budget says how many: those computed with, and as many on their way.
+_EXPERT_SLOTS = 16
 #: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
 #: little DRAM.
 IN_FLIGHT_PAGES = 4

@@ -19,7 +19,7 @@ import torch
 from tierstream.engine.device.device import Device, Event
 from tierstream.engine.device.page_copies import PageCopies
 from tierstream.engine.model.units import TORCH_DTYPES
-from tierstream.engine.moe.slots import ExpertSlots, Slot
+from tierstream.engine.moe.slots import ExpertSlots, Slot, group_size
 from tierstream.engine.moe.use import CacheCounts
 from tierstream.engine.trace.trace import Trace, Track
 from tierstream.io.errors import InvariantError
@@ -68,6 +68,9 @@ class ExpertCache:
 
     `want` and `take` and `release` are called by the thread that computes.
 
+    Attributes:
+        group: how many experts are computed together at most.
+
     Args:
         slots: how many, each of `nbytes`.
         gate: blocks until the pending update of a page (unit, index) has been applied.
@@ -93,6 +96,7 @@ class ExpertCache:
         self._copies = PageCopies(
             device, device.lane(), store, layout, trace, waits=Track.EXPERT_UPLOADER, copies=Track.EXPERTS
         )
+        self.group = group_size(slots) if device.multiplies_groups else 1
         self._slots = ExpertSlots([_Buffer(device.buffer(nbytes)) for _ in range(slots)], is_behind)
         self._state = threading.Condition()
         self._error: BaseException | None = None
@@ -132,22 +136,26 @@ class ExpertCache:
             self._slots.expect(units)
             self._state.notify_all()
 
-    def take(self, unit: str, shapes: ExpertShapes) -> dict[str, torch.Tensor]:
-        """The parameters of a wanted unit by their names, ready for the compute lane."""
-        with self._trace.stall("experts", unit), self._state:
-            self._state.wait_for(lambda: self._slots.filled(unit) is not None or self._error is not None)
+    def take(self, units: Sequence[str], shapes: ExpertShapes) -> list[dict[str, torch.Tensor]]:
+        """The parameters by their names of the next wanted units, at most `group` of them, ready for the
+        compute lane.
+        """
+        with self._trace.stall("experts", units[0]), self._state:
+            self._state.wait_for(lambda: self._slots.filled(units) or self._error is not None)
             if self._error is not None:
                 raise self._error
-            slot = self._slots.filled(unit)
-        assert slot is not None
-        self._device.compute.wait(slot.buffer.ready)
-        return slot.buffer.parameters(shapes)
+            slots = self._slots.filled(units)
+        assert slots is not None
+        for slot in slots:
+            self._device.compute.wait(slot.buffer.ready)
+        return [slot.buffer.parameters(shapes) for slot in slots]
 
-    def release(self, unit: str) -> None:
+    def release(self, units: Sequence[str]) -> None:
         """The compute lane has been given all that reads what was taken."""
         idle = self._device.compute.record()
         with self._state:
-            self._slots.release(unit).buffer.idle = idle
+            for unit in units:
+                self._slots.release(unit).buffer.idle = idle
             self._state.notify_all()
 
     def abort(self) -> None:

@@ -21,7 +21,7 @@ class MoeConfig:
     """What moves as one: single experts, those with tokens alone, so that a layer need not fit on the device;
     or whole layers with all of their experts."""
     gpu_cache: ByteSize | None = None
-    """Device memory for weights of experts, least recently used first to go; null: four experts."""
+    """Device memory for weights of experts, least recently used first to go; null: sixteen experts."""
     idle: IdleMode = "dense"
     """What an update does to an expert without tokens in its step. dense: what torch.optim.AdamW does with a
     gradient of zero, decay and momentum go on; its state is read and written in every step. lazy: the same

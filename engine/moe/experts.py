@@ -1,25 +1,28 @@
-"""Experts of a layer, computed one after another while their weights come and go.
+"""Experts of a layer, computed a few at a time while their weights come and go.
 
-Tokens are sorted by expert once. Each expert with tokens is taken from the cache, computes its tokens, and
-makes room for the next; an expert without tokens is not touched. In backward each comes once more, its
-forward is computed again with gradients, and its gradient leaves for its own plane. The sum over a token's
-experts is that of transformers' grouped_mm: one slot for each (token, choice), added up in fp32.
+Tokens are sorted by expert once. Experts with tokens are taken from the cache in groups, which compute their
+tokens while the next ones come; an expert without tokens is not touched. In backward each comes once more,
+its forward is computed again with gradients, and its gradient leaves for its own plane. The sum over a
+token's experts is that of transformers' grouped_mm: one slot for each (token, choice), added up in fp32.
+
+A group costs the thread that enqueues what a single expert would. It changes no bit: an expert's products are
+its own, and so are its gradient's.
 
 What the flags of transformers' `use_experts_implementation` say is all that is known of a family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tierstream.engine.device.device import Device
 from tierstream.engine.moe.cache import ExpertCache, ExpertShapes
+from tierstream.engine.moe.products import Groups, groups
 from tierstream.engine.step.gradients import GradientBuffers
 from tierstream.tiered.layout import Unit
 
@@ -33,29 +36,41 @@ class Routing:
     """Which tokens go to which expert.
 
     Attributes:
-        order: int64 [tokens * choices], the (token, choice) pairs sorted by expert.
-        tokens: the same, the token of each of them.
-        spans: expert -> its first and last pair in `order`; only of those that have any, in order.
+        pairs: expert -> int64 [its tokens], its (token, choice) pairs; in order, of experts that have any.
         choices: experts per token.
+        tokens: how many there are.
     """
 
-    order: torch.Tensor
-    tokens: torch.Tensor
-    spans: dict[int, tuple[int, int]]
+    pairs: dict[int, torch.Tensor]
     choices: int
+    tokens: int
 
     @classmethod
     def of(cls, index: torch.Tensor, experts: int) -> Routing:
         """Args: index: int64 [tokens, choices], an expert each. Waits for the device."""
+        tokens, choices = index.shape
         flat = index.reshape(-1)
         counts = torch.bincount(flat, minlength=experts).tolist()
-        spans, start = {}, 0
-        for expert, count in enumerate(counts):
-            if count:
-                spans[expert] = start, start + count
-                start += count
-        order = torch.sort(flat, stable=True).indices
-        return cls(order, order // index.shape[-1], spans, index.shape[-1])
+        parts = torch.sort(flat, stable=True).indices.split(counts)
+        return cls({expert: own for expert, own in enumerate(parts) if len(own)}, choices, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Experts that are computed together.
+
+    Attributes:
+        units: theirs.
+        pairs, tokens: int64 [rows], the (token, choice) pair and the token of each row, expert by expert.
+        rows: whose rows are whose.
+        parameters: of each, by their names in the module.
+    """
+
+    units: list[Unit]
+    pairs: torch.Tensor
+    tokens: torch.Tensor
+    rows: Groups
+    parameters: list[dict[str, torch.Tensor]]
 
 
 class StreamedExperts:
@@ -105,20 +120,20 @@ class StreamedExperts:
     def hit(self) -> list[str]:
         """Units of the experts that have tokens."""
         assert self.routing is not None
-        return [self.units[expert].name for expert in self.routing.spans]
+        return [self.units[expert].name for expert in self.routing.pairs]
 
     @property
     def tokens(self) -> dict[int, int]:
         """Expert -> its tokens (with each of their choices), of those that have any in the latest forward."""
         if self.routing is None:
             return {}
-        return {expert: last - first for expert, (first, last) in self.routing.spans.items()}
+        return {expert: len(pairs) for expert, pairs in self.routing.pairs.items()}
 
     @property
     def idle(self) -> list[Unit]:
         """Units of the experts without tokens."""
         assert self.routing is not None
-        return [unit for expert, unit in enumerate(self.units) if expert not in self.routing.spans]
+        return [unit for expert, unit in enumerate(self.units) if expert not in self.routing.pairs]
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As an experts function of transformers.
@@ -140,12 +155,9 @@ class StreamedExperts:
         routing = self.routing
         assert routing is not None
         with _PLAIN():
-            pairs = hidden.new_empty(len(routing.order), hidden.shape[-1])
-            for expert, parameters in self._streamed():
-                mine = slice(*routing.spans[expert])
-                tokens = routing.tokens[mine]
-                out = self._mlp(self._padded(hidden[tokens]), parameters)
-                pairs[routing.order[mine]] = out[: len(tokens)]
+            pairs = hidden.new_empty(routing.tokens * routing.choices, hidden.shape[-1])
+            for group in self._streamed():
+                pairs[group.pairs] = self._mlp(hidden[group.tokens], group)
             return _summed(pairs * weights.reshape(-1, 1), routing.choices).to(hidden.dtype)
 
     def skipped(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -165,52 +177,55 @@ class StreamedExperts:
         assert routing is not None
         with _PLAIN():
             flat_weights = weights.reshape(-1)
-            grad_pairs = hidden.new_empty(len(routing.order), hidden.shape[-1])
+            grad_pairs = hidden.new_empty(routing.tokens * routing.choices, hidden.shape[-1])
             grad_weights = torch.empty_like(flat_weights)
-            for expert, parameters in self._streamed():
-                mine = slice(*routing.spans[expert])
-                pairs, tokens = routing.order[mine], routing.tokens[mine]
-                part = self._padded(hidden[tokens]).requires_grad_()
+            for group in self._streamed():
+                part = hidden[group.tokens].requires_grad_()
+                leaves = [own for each in group.parameters for own in each.values()] if self.trained else []
                 with torch.enable_grad():
-                    out = self._mlp(part, parameters)
-                coming = grad[tokens].to(torch.result_type(grad, weights))
-                grad_weights[pairs] = (out.detach()[: len(tokens)] * coming).sum(-1).to(weights.dtype)
-                grad_out = self._padded((coming * flat_weights[pairs].unsqueeze(-1)).to(out.dtype))
-                wanted = [part, *parameters.values()] if self.trained else [part]
-                grad_part, *grads = torch.autograd.grad(out, wanted, grad_out)
-                grad_pairs[pairs] = grad_part[: len(tokens)]
-                if self.trained:
-                    self._gradients.open(self.units[expert]).add(grads)
-                    self._gradients.close(self.units[expert])
+                    out = self._mlp(part, group)
+                coming = grad[group.tokens].to(torch.result_type(grad, weights))
+                grad_weights[group.pairs] = (out.detach() * coming).sum(-1).to(weights.dtype)
+                grad_out = (coming * flat_weights[group.pairs].unsqueeze(-1)).to(out.dtype)
+                grad_pairs[group.pairs], *grads = torch.autograd.grad(out, [part, *leaves], grad_out)
+                each = len(grads) // len(group.units)
+                for index, unit in enumerate(group.units if self.trained else ()):
+                    self._gradients.open(unit).add(grads[index * each : (index + 1) * each])
+                    self._gradients.close(unit)
             if self._next_back is not None:
                 self._cache.expect(self._next_back.hit)
             grad_hidden = _summed(grad_pairs, routing.choices).to(hidden.dtype)
             return grad_hidden, grad_weights.view_as(weights)
 
-    def _streamed(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Every expert that has tokens with its parameters, in the order in which they come."""
+    def _streamed(self) -> Iterator[_Group]:
+        """All experts that have tokens, with their parameters, as they come."""
         assert self.routing is not None
-        experts = {self.units[expert].name: expert for expert in self.routing.spans}
-        for name in self._cache.want(list(experts)):
-            yield experts[name], self._cache.take(name, self._shapes)
-            self._cache.release(name)
+        pairs, size = self.routing.pairs, self._cache.group
+        experts = {self.units[expert].name: expert for expert in pairs}
+        names = self._cache.want(list(experts))
+        parts = [names[first : first + size] for first in range(0, len(names), size)]
+        counts = [[len(pairs[experts[name]]) for name in part] for part in parts]
+        for part, rows in zip(parts, groups(self._device, counts), strict=True):
+            own = torch.cat([pairs[experts[name]] for name in part])
+            units = [self.units[experts[name]] for name in part]
+            parameters = self._cache.take(part, self._shapes)
+            yield _Group(units, own, own // self.routing.choices, rows, parameters)
+            self._cache.release(part)
 
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of zeros below, up to a number of rows that comes again; they add zeros to gradients."""
-        missing = -len(rows) % self._device.product_rows
-        return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-    def _mlp(self, x: torch.Tensor, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One expert over its tokens."""
+    def _mlp(self, x: torch.Tensor, group: _Group) -> torch.Tensor:
+        """Experts over their tokens."""
         module = self.module
         gated = getattr(module, "has_gate", True)
-        hidden = self._project(x, own, "gate_up_proj" if gated else "up_proj")
+        hidden = self._project(x, group, "gate_up_proj" if gated else "up_proj")
         hidden = module._apply_gate(hidden) if gated else module.act_fn(hidden)  # type: ignore[operator]
-        return self._project(hidden, own, "down_proj")
+        return self._project(hidden, group, "down_proj")
 
-    def _project(self, x: torch.Tensor, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        matrix = own[name] if self.module.is_transposed else own[name].t()
-        return x @ matrix + own[f"{name}_bias"] if self.module.has_bias else x @ matrix
+    def _project(self, x: torch.Tensor, group: _Group, name: str) -> torch.Tensor:
+        module, matrices = self.module, [own[name] for own in group.parameters]
+        out = group.rows.product(x, matrices, transposed=not module.is_transposed)
+        if not module.has_bias:
+            return out
+        return group.rows.plus(out, [own[f"{name}_bias"] for own in group.parameters])
 
 
 class _Experts(torch.autograd.Function):

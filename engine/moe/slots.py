@@ -11,6 +11,15 @@ from typing import Generic, TypeVar
 
 _Buffer = TypeVar("_Buffer")
 
+#: Experts that are computed together at most. What it costs to enqueue them is then that of one; more would
+#: take memory, and put off the begin of a layer.
+_GROUP_MOST = 8
+
+
+def group_size(slots: int) -> int:
+    """Experts that are computed together, so that as many can come meanwhile."""
+    return max(1, min(_GROUP_MOST, slots // 2))
+
 
 @dataclass(eq=False, slots=True)
 class Slot(Generic[_Buffer]):
@@ -37,6 +46,7 @@ class ExpertSlots(Generic[_Buffer]):
     def __init__(self, buffers: Iterable[_Buffer], is_behind: Callable[[str], bool]) -> None:
         self._is_behind = is_behind
         self._slots = [Slot(buffer) for buffer in buffers]
+        self._slot_of = dict[str, Slot[_Buffer]]()
         self._wanted: deque[str] = deque()
         """Those that have no slot yet, in the order in which they will be taken."""
         self._guesses: deque[str] = deque()
@@ -57,14 +67,14 @@ class ExpertSlots(Generic[_Buffer]):
         """The weights in the slots are not right any more."""
         for slot in self._slots:
             slot.unit = None
+        self._slot_of.clear()
 
     def want(self, units: Sequence[str]) -> list[str]:
         """These will be taken, each once. Returns the order in which they must be."""
         self._guesses.clear()  # what comes next is known now
-        held = {slot.unit: slot for slot in self._slots if slot.unit is not None}
-        here = [unit for unit in units if unit in held]
-        missing = [unit for unit in units if unit not in held]
-        self.right_guesses += sum(held[unit].guessed for unit in here)
+        here = [unit for unit in units if unit in self._slot_of]
+        missing = [unit for unit in units if unit not in self._slot_of]
+        self.right_guesses += sum(self._slot_of[unit].guessed for unit in here)
         for slot in self._slots:
             slot.guessed = False
         self._pins.update(units)
@@ -77,14 +87,14 @@ class ExpertSlots(Generic[_Buffer]):
         """These may be wanted next."""
         self._guesses = deque(unit for unit in units if not self._is_behind(unit))
 
-    def filled(self, unit: str) -> Slot[_Buffer] | None:
-        """The slot that holds the unit's bytes."""
-        return next((slot for slot in self._slots if slot.unit == unit and slot.filled), None)
+    def filled(self, units: Sequence[str]) -> list[Slot[_Buffer]] | None:
+        """The slots that hold the units' bytes; None: some are not there yet."""
+        slots = [slot for unit in units if (slot := self._slot_of.get(unit)) is not None and slot.filled]
+        return slots if len(slots) == len(units) else None
 
     def release(self, unit: str) -> Slot[_Buffer]:
         """The bytes of a unit that was taken are not needed any more; its slot."""
-        slot = self.filled(unit)
-        assert slot is not None
+        slot = self._slot_of[unit]
         self._uses += 1
         slot.last_use = self._uses
         self._pins[unit] -= 1
@@ -101,13 +111,14 @@ class ExpertSlots(Generic[_Buffer]):
             return self._assigned(self._wanted.popleft(), slot, guessed=False)
         while slot is not None and self._guesses and not slot.guessed:
             unit = self._guesses.popleft()
-            if all(other.unit != unit for other in self._slots):
+            if unit not in self._slot_of:
                 self.guesses += 1
                 return self._assigned(unit, slot, guessed=True)
         return None
 
-    def _assigned(
-        self, unit: str, slot: Slot[_Buffer], *, guessed: bool
-    ) -> tuple[str, Slot[_Buffer]]:
+    def _assigned(self, unit: str, slot: Slot[_Buffer], *, guessed: bool) -> tuple[str, Slot[_Buffer]]:
+        if slot.unit is not None:
+            del self._slot_of[slot.unit]
+        self._slot_of[unit] = slot
         slot.unit, slot.filled, slot.guessed, slot.last_use = unit, False, guessed, self._uses
         return unit, slot

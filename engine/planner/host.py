@@ -327,14 +327,15 @@ class Host:
         self, hits: Sequence[str], seconds: float, what: str, *, trained: bool = False
     ) -> Steps[None]:
         assert self._cache is not None
-        for name in self._cache.want(hits):
-            ready = yield from self._cache.take(name)
-            if trained:
+        order = self._cache.want(hits)
+        for first in range(0, len(order), self._cache.group):
+            names = order[first : first + self._cache.group]
+            ready = yield from self._cache.take(names)
+            yield from self._computed(what, names[0], ready, len(names) * seconds / len(hits))
+            for name in names if trained else ():
                 yield from self._gradients.open(name)
-            yield from self._computed(what, name, [ready], seconds / len(hits))
-            if trained:
                 self._gradients.close(name)
-            self._cache.release(name)
+            self._cache.release(names)
 
     def _after(self, index: int) -> int:
         return next((i for i in range(index + 1, len(self._units.layers)) if self._units.experts[i]), -1)

@@ -12,7 +12,7 @@ from functools import partial
 
 from tierstream.engine.device.memory import IN_FLIGHT_PAGES
 from tierstream.engine.device.upload import StepPlan
-from tierstream.engine.moe.slots import ExpertSlots
+from tierstream.engine.moe.slots import ExpertSlots, group_size
 from tierstream.engine.planner.clock import Changes, Credits, Lane, Moment, Steps
 from tierstream.engine.planner.hardware import Hardware
 from tierstream.engine.trace.trace import Track
@@ -133,6 +133,7 @@ class ExpertUploads:
     ) -> None:
         self._hardware = hardware
         self._copies = PageCopies(hardware, layout, gate, Track.EXPERT_UPLOADER, Track.EXPERTS)
+        self.group = 1 if hardware.in_host else group_size(slots)
         self.slots = ExpertSlots([_Times() for _ in range(slots)], is_behind)
         self._changes = Changes(hardware.clock, hardware.rates.wake_s)
         hardware.clock.start(self._run())
@@ -150,18 +151,18 @@ class ExpertUploads:
         self.slots.expect(units)
         self._changes.tell()
 
-    def take(self, unit: str) -> Steps[Moment]:
-        """The moment at which the bytes of a wanted expert are there, once its copy is enqueued."""
+    def take(self, units: Sequence[str]) -> Steps[list[Moment]]:
+        """The moments at which the bytes of wanted experts are there, once their copies are enqueued."""
         since_s = self._hardware.clock.now_s
-        yield from self._changes.wait_for(lambda: self.slots.filled(unit))
-        self._hardware.notes.waited(Track.HOST, "experts", unit, since_s)
-        slot = self.slots.filled(unit)
-        assert slot is not None
-        assert slot.buffer.ready is not None
-        return slot.buffer.ready
+        yield from self._changes.wait_for(lambda: self.slots.filled(units))
+        self._hardware.notes.waited(Track.HOST, "experts", units[0], since_s)
+        slots = self.slots.filled(units)
+        assert slots is not None
+        return [slot.buffer.ready for slot in slots if slot.buffer.ready is not None]
 
-    def release(self, unit: str) -> None:
-        self.slots.release(unit).buffer.idle = self._hardware.compute.mark()
+    def release(self, units: Sequence[str]) -> None:
+        for unit in units:
+            self.slots.release(unit).buffer.idle = self._hardware.compute.mark()
         self._changes.tell()
 
     def _run(self) -> Steps[None]:

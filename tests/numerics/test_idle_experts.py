@@ -243,10 +243,10 @@ def test_an_expert_that_is_behind_is_no_guess() -> None:
         cache.forget()
         cache.expect([*behind, current])
         deadline = time.monotonic() + 20
-        while cache._slots.filled(current) is None:
+        while cache._slots.filled([current]) is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert all(cache._slots.filled(name) is None for name in behind)
+        assert all(cache._slots.filled([name]) is None for name in behind)
 
 
 @pytest.mark.parametrize("mode", ["lazy", "frozen"])
