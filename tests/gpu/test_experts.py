@@ -26,8 +26,9 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def setup(family: str, dtype: str = "bfloat16") -> Setup:
+    optimizer = OptimizerConfig(lr=1e-2, clip_norm=0.5)
     return Setup(
-        config=moe_config(family), dtype=dtype, optimizer=OptimizerConfig(lr=1e-2, clip_norm=0.5), device="cuda",
+        config=moe_config(family), dtype=dtype, optimizer=optimizer, device="cuda",
         attention="eager" if family == "gpt_oss" else "sdpa", page=65536, loss_chunk_tokens=10_000,
     )  # fmt: skip
 
