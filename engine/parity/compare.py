@@ -57,7 +57,17 @@ def reference_model(hf_config: Any, config: ModelConfig, folder: Path) -> Any:
     model.save_pretrained(folder)
     loaded = type(model).from_pretrained(folder, **options).train()
     loaded.save_pretrained(folder)  # transformers 5.17 widens buffers of routers when it loads them
+    _align(loaded)
     return loaded
+
+
+def _align(model: Any) -> None:
+    """Moves parameters and buffers to multiples of 64 bytes, where units have theirs; in the mapped file they
+    lie anywhere. In what order a product adds up may depend on the address: with MKL on AMD's processors that
+    of a matrix and a vector does, on it modulo 16.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def packed_batch(vocabulary: int, device: torch.device) -> Batch:
