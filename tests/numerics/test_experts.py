@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +26,13 @@ def setup(family: str, **changes: object) -> Setup:
 
 
 def plain_gradients(made: Setup, batch: Batch) -> tuple[float, Gradients]:
+    """With an expert's tokens in order, as ours are: transformers sorts them, but not stably."""
     plain = PlainTraining(made)
     torch.manual_seed(3)
-    logits = plain.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    with mock.patch.object(torch, "sort", partial(torch.sort, stable=True)):
+        logits = plain.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).logits
     summed = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum"
     )
@@ -52,21 +58,20 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm().clamp(min=1e-12)).item()
 
 
-#: Families whose bf16 gradients are those of grouped_mm to the bit: the same products and sums, in its order.
-TO_THE_BIT = ("qwen3_moe", "phimoe", "glm4_moe", "qwen3_next")
-
-
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_loss_and_gradients_in_bf16(family: str) -> None:
-    """Near those of transformers; to the bit where the order allows it."""
+    """The products and sums of grouped_mm in its order, and so to the bit, but for rows of the embedding, and
+    biases of experts: transformers adds gradients of their rows up in bf16 (0.9 % off), we in fp32.
+    """
     found, expected = compare(setup(family, dtype="bfloat16"))
     different = {
         name: distance(found[name], grad)
         for name, grad in expected.items()
         if "embed" not in name and not torch.equal(found[name], grad)
     }
+    biases = {name for name in expected if name.endswith(("up_proj_bias", "down_proj_bias"))}
+    assert different.keys() <= biases
     assert not {name: d for name, d in different.items() if not d <= 1e-2}
-    assert not (different and family in TO_THE_BIT)
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
