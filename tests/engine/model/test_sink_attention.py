@@ -316,29 +316,40 @@ def summed_loss(model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: 
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    ("family", "dtype", "bound"),
-    [("gpt_oss", torch.float64, 1e-12), *((family, torch.float32, 1e-6) for family in FAMILIES)],
-)
-def test_whole_model_equals_eager(family: str, dtype: torch.dtype, bound: float, packed: bool) -> None:
-    """Loss and all gradients; eager gets each packed document as a row of its own. Single tensors may differ
-    twice as much: where much cancels, in sinks and biases, fp32 eager is itself 2e-6 away from fp64.
-    """
-    lengths, results = [1, 7, 2, 13] if packed else [23], []
+def loss_and_gradients(family: str, attention: str, dtype: torch.dtype, packed: bool) -> list[torch.Tensor]:
+    """The loss, all gradients as one, and each; eager gets each packed document as a row of its own."""
+    lengths = [1, 7, 2, 13] if packed else [23]
     ids, labels = torch.randint(3, 259, (2, 2, sum(lengths)), generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(n) for n in lengths]).repeat(2, 1)
-    for attention in ("sinks", "eager"):
-        model = tiny_model(family, attention).to(dtype)
-        pieces = [sum(lengths)] if attention == "sinks" else lengths
-        cut = zip(*(tensor.split(pieces, dim=1) for tensor in (ids, positions, labels)), strict=True)
-        loss = sum(summed_loss(model, *piece) for piece in cut)
-        loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        results.append([loss.detach(), torch.cat([grad.flatten() for grad in gradients]), *gradients])
-    found = errors(*results)
-    assert max(found[:2]) < bound
-    assert max(found) < 2 * bound
+    model = tiny_model(family, attention).to(dtype)
+    pieces = [sum(lengths)] if attention == "sinks" else lengths
+    cut = zip(*(tensor.split(pieces, dim=1) for tensor in (ids, positions, labels)), strict=True)
+    loss = sum(summed_loss(model, *piece) for piece in cut)
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [loss.detach(), torch.cat([grad.flatten() for grad in gradients]), *gradients]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_whole_model_equals_eager_in_fp64(packed: bool) -> None:
+    results = (loss_and_gradients("gpt_oss", name, torch.float64, packed) for name in ("sinks", "eager"))
+    assert max(errors(*results)) < 1e-12
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_model_in_fp32_is_as_near_to_fp64_as_eager(family: str, packed: bool) -> None:
+    """All gradients as one, and the worst tensor, whichever that is: where most cancels, and how far that is
+    then off (eager: 5e-7 to 5e-6), depends on the order of sums, so on the processor. Measured with four
+    of MKL's code paths: up to 1.13 and 1.25 times as far as eager.
+    """
+    exact = loss_and_gradients(family, "eager", torch.float64, packed)
+    (loss, whole, *each), (_, whole_eager, *each_eager) = (
+        errors(loss_and_gradients(family, name, torch.float32, packed), exact) for name in ("sinks", "eager")
+    )
+    assert loss < 2 * torch.finfo(torch.float32).eps
+    assert whole < 2 * whole_eager
+    assert max(each) < 2 * max(each_eager)
 
 
 def test_streamed_rows_in_chunks_train_as_plain_training_does() -> None:
