@@ -89,7 +89,7 @@ def build_model(config: RunConfig, parts: ExitStack) -> tuple[Any, Any]:
     router_losses(config.moe, model)
     check_bias_update(model, config.moe.bias_update_rate)
     if config.train.kernels == "liger":
-        parts.enter_context(kernels.liger(model))
+        parts.enter_context(kernels.liger(model, layers=not config.train.compile))
     if config.train.compile:
         kernels.compile_layers(model, deterministic=config.train.deterministic)
     return model, hf_config

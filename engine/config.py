@@ -56,7 +56,7 @@ class TrainConfig:
     and liger-kernel; for llama, mistral, qwen2 and qwen3."""
     compile: bool = False
     """Compile the layers with torch.compile, in the first step: takes a minute, and a C++ compiler on the
-    CPU."""
+    CPU. What is compiled is the model's own code: with `kernels: liger`, Liger's loss alone remains."""
     deterministic: bool = True
     """Use only deterministic kernels, so that equal runs are equal to the bit."""
     debug: bool = False

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LAYER_GROUP, BESIDE_GROUP, EXPERT_GROUP, ACTIVATION_GROUP = "layers", "beside", "experts", "activations"
 #: Slots for weights of experts where no budget says how many: those computed with, and as many on their way.
 _EXPERT_SLOTS = 16
+#: Experts that are computed together at most. To enqueue them costs what a single one does; more would take
+#: memory, and put off the begin of a layer.
+_EXPERT_GROUP = 8
 #: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
 #: little DRAM.
 IN_FLIGHT_PAGES = 4
@@ -183,8 +186,9 @@ class _Division:
         )
         share(LAYER_GROUP, layers, layer_slots, 2)
         share(BESIDE_GROUP, beside, max(layer_slots, 1) * together, 2 * together)
-        if self._expert_sums:
-            sums[EXPERT_GROUP] = min(2, len(self._expert_sums)), max(self._expert_sums)
+        if self._expert_sums and self._expert_slots is not None:  # those of a group, and one that leaves
+            count = expert_group(self._expert_slots[0]) + 1
+            sums[EXPERT_GROUP] = min(count, len(self._expert_sums)), max(self._expert_sums)
         group_of.update(self._expert_groups)
         everything_stays = len(resident) == self._unit_count
         nbytes = 0 if everything_stays else self._passing_nbytes
@@ -206,6 +210,11 @@ class _Division:
             layer_slots=layer_slots,
             nbytes=nbytes,
         )
+
+
+def expert_group(slots: int) -> int:
+    """Experts that are computed together, so that as many can come meanwhile."""
+    return max(1, min(_EXPERT_GROUP, slots // 2))
 
 
 def _weight_nbytes(unit: Unit) -> int:

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 
 from tierstream.engine.device.device import Device, Event
+from tierstream.engine.device.memory import expert_group
 from tierstream.engine.device.page_copies import PageCopies
 from tierstream.engine.model.units import TORCH_DTYPES
-from tierstream.engine.moe.slots import ExpertSlots, Slot, group_size
+from tierstream.engine.moe.slots import ExpertSlots, Slot
 from tierstream.engine.moe.use import CacheCounts
 from tierstream.engine.trace.trace import Trace, Track
 from tierstream.io.errors import InvariantError
@@ -96,7 +97,7 @@ class ExpertCache:
         self._copies = PageCopies(
             device, device.lane(), store, layout, trace, waits=Track.EXPERT_UPLOADER, copies=Track.EXPERTS
         )
-        self.group = group_size(slots) if device.multiplies_groups else 1
+        self.group = expert_group(slots) if device.multiplies_groups else 1
         self._slots = ExpertSlots([_Buffer(device.buffer(nbytes)) for _ in range(slots)], is_behind)
         self._state = threading.Condition()
         self._error: BaseException | None = None

@@ -11,15 +11,6 @@ from typing import Generic, TypeVar
 
 _Buffer = TypeVar("_Buffer")
 
-#: Experts that are computed together at most. What it costs to enqueue them is then that of one; more would
-#: take memory, and put off the begin of a layer.
-_GROUP_MOST = 8
-
-
-def group_size(slots: int) -> int:
-    """Experts that are computed together, so that as many can come meanwhile."""
-    return max(1, min(_GROUP_MOST, slots // 2))
-
 
 @dataclass(eq=False, slots=True)
 class Slot(Generic[_Buffer]):

@@ -60,5 +60,5 @@ def _device(memory: DeviceMemory, grain: int) -> DeviceMemory:
     return replace(
         memory,
         expert_slots=(max(2, count // grain), grain * nbytes),
-        sums={**memory.sums, EXPERT_GROUP: (sums, grain * numel)},
+        sums={**memory.sums, EXPERT_GROUP: (max(2, sums // grain), grain * numel)},
     )

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tierstream.engine.device.memory import IN_FLIGHT_PAGES
+from tierstream.engine.device.memory import IN_FLIGHT_PAGES, expert_group
 from tierstream.engine.device.upload import StepPlan
-from tierstream.engine.moe.slots import ExpertSlots, group_size
+from tierstream.engine.moe.slots import ExpertSlots
 from tierstream.engine.planner.clock import Changes, Credits, Lane, Moment, Steps
 from tierstream.engine.planner.hardware import Hardware
 from tierstream.engine.trace.trace import Track
@@ -133,7 +133,7 @@ class ExpertUploads:
     ) -> None:
         self._hardware = hardware
         self._copies = PageCopies(hardware, layout, gate, Track.EXPERT_UPLOADER, Track.EXPERTS)
-        self.group = 1 if hardware.in_host else group_size(slots)
+        self.group = 1 if hardware.in_host else expert_group(slots)
         self.slots = ExpertSlots([_Times() for _ in range(slots)], is_behind)
         self._changes = Changes(hardware.clock, hardware.rates.wake_s)
         hardware.clock.start(self._run())

@@ -92,8 +92,7 @@ def test_compiled_layers_train_as_plain_ones_do_on_a_gpu(tmp_path: Path) -> None
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", kernels.LIGER_FAMILIES)
-def test_ligers_kernels_compile(family: str) -> None:
-    """In one graph, which `fullgraph` demands."""
+def test_compiled_layers_train_beside_ligers_loss(family: str) -> None:
     pytest.importorskip("liger_kernel")
     config = tiny_config(family, hidden_size=64, head_dim=32, intermediate_size=160)
     made = setup(device="cuda").but(config=config)
@@ -101,7 +100,7 @@ def test_ligers_kernels_compile(family: str) -> None:
     entered: list[Any] = []
 
     def prepare(model: Any) -> None:
-        entered.append(kernels.liger(model))
+        entered.append(kernels.liger(model, layers=False))
         entered[0].__enter__()
         COMPILED(model)
 

@@ -122,6 +122,17 @@ def test_the_family_is_its_own_again(stand_in: StandIn) -> None:
     assert not stand_in.calls
 
 
+def test_layers_that_are_compiled_stay_as_they_are(stand_in: StandIn) -> None:
+    """The loss alone is Liger's."""
+    model = reference_model(tiny_config("qwen3"), torch.float32)
+    layer, modelling = model.model.layers[0], sys.modules[type(model).__module__]
+    before, globals_before = layer.mlp.forward, dict(vars(modelling))
+    with kernels.liger(model, layers=False):
+        assert layer.mlp.forward == before
+        assert vars(modelling) == globals_before
+        assert model.get_output_embeddings().loss_kernel is kernels.liger_cross_entropy_
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_streamed_model_trains_with_them(tied: bool, stand_in: StandIn) -> None:
     """Put into the model on `meta`, norms of the head and its loss included; all in fp32."""
