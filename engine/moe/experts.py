@@ -89,7 +89,6 @@ class StreamedExperts:
             such an input no graph would be recorded.
         output_needed: the recompute must make the output's values; False once it is known that nothing but
             sums follows, whose gradients do not depend on them.
-        last_output: of the latest run with gradients.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class StreamedExperts:
         self._shapes = ExpertShapes.of(units[0])
         self.routing: Routing | None = None
         self.output_needed = True
-        self.last_output: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
 
     @property
     def hit(self) -> list[str]:
@@ -142,13 +141,19 @@ class StreamedExperts:
             hidden: [tokens, hidden size]. index, weights: [tokens, choices].
         """
         if torch.is_grad_enabled():
-            self.last_output = _Experts.apply(self, hidden, weights, self.anchor)
-            return self.last_output
+            self._output = _Experts.apply(self, hidden, weights, self.anchor)
+            return self._output
         self.routing = Routing.of(index, len(self.units))
         out = self.compute(hidden, weights)
         if self._after is not None and self._after.routing is not None:
             self._cache.expect(self._after.hit)  # as in the step before
         return out
+
+    def take_output(self) -> torch.Tensor:
+        """That of the latest run with gradients. It must be taken: each layer would keep one."""
+        output, self._output = self._output, None
+        assert output is not None
+        return output
 
     def compute(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The output, without a graph."""

@@ -80,11 +80,13 @@ class LayerParts:
             return run()
         if self._examined:
             with without_output(self._unneeded):
-                return run()
+                results = run()
+            if self.experts is not None:
+                self.experts.take_output()
+            return results
         results, self._unneeded = last_projection(self.layer, run)
         if self.experts is not None:
-            output, self.experts.last_output = self.experts.last_output, None
-            assert output is not None
+            output = self.experts.take_output()
             ends = [result.grad_fn for result in results]
             self.experts.output_needed = not only_summed(ends, output.grad_fn)
         self._examined = True

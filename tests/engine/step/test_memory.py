@@ -1,0 +1,31 @@
+"""What a step takes of the device beside its buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.allocations import peak_bytes
+from support.families import moe_config
+from support.rig import Setup, batches, rig, tiny_config
+
+ROWS, SEQ_LEN = 8, 128
+
+
+#: Of a layer with experts, for each token and choice: two indices and one that is on its way.
+ROUTING_BYTES = 3 * 8
+
+
+@pytest.mark.parametrize(("family", "choices"), [("qwen3", 0), ("olmoe", 2)])
+def test_a_layer_leaves_nothing_behind_but_where_its_tokens_went(family: str, choices: int) -> None:
+    def taken(layers: int) -> int:
+        config: Any = tiny_config(layers=layers)
+        if choices:
+            config = moe_config(family, num_hidden_layers=layers, num_experts_per_tok=choices)
+        made = Setup(config=config, dtype="bfloat16", rows=ROWS, seq_len=SEQ_LEN, rows_per_chunk=ROWS)
+        with rig(made) as run:
+            (batch,) = batches(1, rows=ROWS, seq_len=SEQ_LEN)
+            run.train([batch, batch])
+            return peak_bytes(lambda: run.train([batch]))
+
+    assert taken(6) - taken(2) <= 4 * ROUTING_BYTES * choices * ROWS * SEQ_LEN
