@@ -36,8 +36,8 @@ def check_fits(setting: Setting, model: Model) -> Case:
     if machine.gpu_bytes is not None and peak.nbytes > machine.gpu_bytes:
         raise BudgetError(
             f"the GPU needs about {format_bytes(peak.nbytes)} at its peak (buffers of "
-            f"{format_bytes(peak.buffers_bytes)}, beside them {format_bytes(peak.logits_bytes)} for logits "
-            f"or about {format_bytes(peak.layer_bytes)} for a layer), and it has "
+            f"{format_bytes(peak.buffers_bytes)}, beside them {format_bytes(peak.head_bytes)} for the "
+            f"loss or about {format_bytes(peak.layer_bytes)} for a layer), and it has "
             f"{format_bytes(machine.gpu_bytes)}; lower train.rows_per_chunk, train.rows_per_step or "
             "tiers.gpu",
             need_bytes=peak.nbytes,

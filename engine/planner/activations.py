@@ -1,0 +1,132 @@
+"""Bytes that the backward of a layer takes at its peak, beside the buffers of the run.
+
+Estimated from the shapes of parameters, for all families alike: what transformers' modules and Liger's keep
+for their backward (Korthikanti et al., arXiv 2205.05198, count so), and what is made of it while
+the largest products are differentiated. Attention is counted as a flash kernel, without a matrix of scores;
+experts as evenly used. tests/engine/planner/test_activations.py compares with what steps allocate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tierstream.engine.device.memory import expert_group
+from tierstream.engine.model.units import ModelUnits
+from tierstream.engine.planner.case import Case
+from tierstream.engine.step.head import logit_nbytes
+from tierstream.tiered.layout import ITEM_BYTES, TensorSpec
+
+#: Tensors as large as the input of a layer: those of all rows (the decoder's output and its gradient, the
+#: gradients of a layer's output and of its input), and those of the rows of a chunk.
+_OF_ALL_ROWS, _OF_CHUNK = 4.25, 0.75
+#: And those of a chunk of the loss: its norm, in part in fp32, and gradients.
+_OF_HEAD = 6.5
+#: Elements that a norm of transformers keeps for each that it gives, by the bytes of one: its input in fp32,
+#: and what is multiplied with its weight.
+_NORM = {2: 3.0, 4: 2.0}
+#: While a gated MLP is differentiated, gradients of its two halves are there.
+_HALVES = 2
+#: For each (token, choice) of a group of experts: its input, output and their gradients, of hidden size, some
+#: in fp32; and the halves, their product and the gradients of all, of the experts' size.
+_GROUP_OUTER, _GROUP_INNER = 5.5, 6
+#: The same of a stack of experts, whose parts go as soon as they are differentiated.
+_STACK_OUTER, _STACK_INNER = 4, 5
+#: Tokens of the busiest expert by those of an even share; in a group this evens out.
+_BUSIEST = 4
+#: Bytes for each (token, choice): two indices of a layer that was run, and one on its way.
+_ROUTING = 3 * 8
+#: Blocks of the device's allocator, workspaces, small tensors.
+_ROUNDED_UP = 1.04
+
+
+def head_bytes(case: Case) -> int:
+    """Of a chunk of the loss: exactly its logits and what is made of them; and hidden states."""
+    train, width = case.config.train, case.units.anatomy.boundary_width
+    all_tokens, item = case.plan.tokens_per_step, ITEM_BYTES[case.units.embed.dtype]
+    tokens = min(all_tokens, train.loss_chunk(case.vocabulary))
+    fused = ITEM_BYTES[case.units.head.dtype] if train.kernels == "liger" else None
+    logits = tokens * case.vocabulary * logit_nbytes(train.z_loss_coef, fused)
+    return logits + int(item * width * (2 * all_tokens + _OF_HEAD * tokens))
+
+
+def layer_bytes(case: Case) -> int:
+    """Of the largest layer."""
+    return max(_layer(case, index) for index in range(len(case.units.layers)))
+
+
+def _layer(case: Case, index: int) -> int:
+    train, units = case.config.train, case.units
+    all_tokens, seq_len = case.plan.tokens_per_step, case.config.data.seq_len
+    tokens = (train.rows_per_chunk or train.rows_per_step) * seq_len
+    item, width = ITEM_BYTES[units.embed.dtype], units.anatomy.boundary_width
+    tensors = [tensor for unit in (units.layers[index], *units.beside[index]) for tensor in unit.tensors]
+    choices = choices_of(units, index)
+    gradients = sum(tensor.numel for tensor in tensors)
+    dense = tokens * _kept(tensors, width, train.kernels, item, alone=not choices)
+    if units.experts[index]:
+        most = dense + gradients + all_tokens * choices * width + _group(case, index, all_tokens * choices)
+    elif stacks := [tensor for tensor in tensors if len(tensor.shape) == 3]:
+        matrices = sum(math.prod(tensor.shape[1:]) for tensor in stacks)
+        kept = tokens * choices * (_STACK_OUTER * width + _STACK_INNER * matrices / (3 * width))
+        # The gradient of the larger stack comes when most of that has gone.
+        most = dense + max(kept + gradients - max(tensor.numel for tensor in stacks), gradients)
+    else:
+        most = dense + gradients
+    waiting = len(units.layers) if case.config.tiers.activations == "gpu" else 0
+    boundaries = (_OF_ALL_ROWS + waiting) * all_tokens * width + _OF_CHUNK * tokens * width
+    routed = len(units.layers) * all_tokens * choices * _ROUTING
+    return int(item * (_ROUNDED_UP * most + boundaries)) + routed
+
+
+def _kept(tensors: Sequence[TensorSpec], width: int, kernels: str, item: int, *, alone: bool) -> float:
+    """Elements for each token that norms and products keep.
+
+    Args:
+        width: of the layer's input.
+        alone: the layer has no experts, beside which its own MLP would matter little.
+    """
+    matrices = {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) == 2}
+    if kernels == "liger":
+        return sum(map(sum, matrices.values()))
+    inner = {name: out if into == width else into for name, (out, into) in matrices.items()}
+    total = float(sum(inner.values()))
+    for tensor in tensors:
+        if len(tensor.shape) != 1 or tensor.name.endswith("bias"):
+            continue
+        if (product := tensor.name.replace("_norm.", "_proj.")) in inner:  # of each head of queries or keys
+            total += _NORM[item] * inner[product]
+        elif tensor.name.endswith("sinks"):  # attention keeps its output without them, too
+            total += max(size for name, size in inner.items() if "o_proj" in name)
+        else:
+            total += (_NORM[item] + 1) * tensor.numel
+    gated = [size for name, size in inner.items() if "gate_proj" in name]
+    if alone and inner:
+        total += (1 + _HALVES) * max(gated) if gated else max(inner.values())
+    return total
+
+
+def _group(case: Case, index: int, pairs: int) -> float:
+    """Elements of the experts that are differentiated together.
+
+    Args:
+        pairs: (token, choice) pairs of the layer.
+    """
+    assert case.plan.device.expert_slots is not None
+    experts, width = case.units.experts[index], case.units.anatomy.boundary_width
+    on_cpu = case.config.train.device == "cpu"
+    group = 1 if on_cpu else expert_group(case.plan.device.expert_slots[0])
+    rows = min(pairs, pairs / len(experts) * (group + (_BUSIEST - 1) / group))
+    numel = experts[0].numel
+    return rows * (_GROUP_OUTER * width + _GROUP_INNER * numel / (3 * width)) + 2 * group * numel
+
+
+def choices_of(units: ModelUnits, layer: int) -> int:
+    """Experts that a token goes to; 0: the layer has none."""
+    experts, passed_by = units.experts[layer], units.passed_by[layer]
+    if experts:
+        return len(experts) - passed_by // experts[0].parameters
+    stacks = [t for t in units.layers[layer].tensors if len(t.shape) == 3]
+    if not stacks:
+        return 0
+    return stacks[0].shape[0] - passed_by // sum(math.prod(t.shape[1:]) for t in stacks)
