@@ -14,8 +14,8 @@ from tierstream.tiered.layout import ITEM_BYTES
 
 #: Operations of torch for each tensor of a layer: forward, and recompute with backward.
 _FORWARD_OPS, _BACKWARD_OPS = 7, 22
-#: And for each expert that comes on its own, however large: steps of OLMoE on an H200 (docs/measurements).
-_EXPERT_FORWARD_OPS, _EXPERT_BACKWARD_OPS = 100, 450
+#: And for each expert that comes on its own, in a group, however large: OLMoE on an H200 (docs/measurements).
+_EXPERT_FORWARD_OPS, _EXPERT_BACKWARD_OPS = 60, 260
 #: How often what goes into and comes out of a matrix product crosses the device's memory, with the operations
 #: around it, forward and backward. Fused kernels: what H200 runs of docs/measurements take beyond products.
 _PASSES = {"plain": (4.0, 12.0), "liger": (1.6, 4.8)}
