@@ -43,7 +43,7 @@ EXPERTS = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 128}
 def test_no_less_than_is_used_and_little_more(
     tmp_path: Path, shape: str, sizes: dict[str, Any], train: dict[str, int], stream: Any
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(architecture(shape, 1) | sizes))
+    (tmp_path / "config.json").write_text(json.dumps(architecture(shape, 2) | sizes))
     config = RunConfig(
         run_dir=str(tmp_path),
         model=ModelConfig(config=str(tmp_path), dtype="bfloat16"),
