@@ -70,9 +70,7 @@ def main(args: Sequence[str]) -> int:
         check_directories((path, 0) for path in (*(options.nvme_dirs or []), *peer_dirs))
         stack.enter_context(_device_memory_errors())
         bench = _Bench.prepare(options, options.run_config(folder, options.nvme_dirs))
-        for layers, stream in itertools.product(options.depths, options.stream):
-            bench.config.moe.stream = stream
-            bench.measure(layers, baselines=stream == options.stream[0])
+        interrupted = bench.measure_all()
     from tierstream.engine.measure.machine_facts import describe_machine
     from tierstream.tools.bench.training import NOTES, details, peer_details, plots
 
@@ -84,6 +82,8 @@ def main(args: Sequence[str]) -> int:
         made.append(peer_details(bench.peers))
     result = Result("train", _title(options), command, describe_machine(), measurements, notes, details=made)
     present(result, plots(measurements), options, bench.traces)
+    if interrupted is not None:
+        raise interrupted
     return 0 if bench.good else 1
 
 
@@ -123,6 +123,21 @@ class _Bench:
         vocabulary = architecture(options.shape)["vocab_size"]
         batch = random_batch(vocabulary, options.rows, options.seq_len, device.torch_device)
         return cls(options, config, known, rates, batch)
+
+    def measure_all(self) -> KeyboardInterrupt | None:
+        """Every depth. An interrupt before anything was measured is raised; later it is returned: what took
+        minutes is not lost with a peer that takes longer than one cares to wait.
+        """
+        try:
+            for layers, stream in itertools.product(self.options.depths, self.options.stream):
+                self.config.moe.stream = stream
+                self.measure(layers, baselines=stream == self.options.stream[0])
+        except KeyboardInterrupt as interrupt:
+            if not self.measured:
+                raise
+            self.notes.append("interrupted: the rest was not measured")
+            return interrupt
+        return None
 
     def measure(self, layers: int, *, baselines: bool) -> None:
         """All cases at this depth."""

@@ -189,6 +189,21 @@ def test_a_peer_that_fails_alone_costs_only_its_own_figures(
     bench.refused(*TINY, "--baseline", "fsdp2-offload", said=said)
 
 
+def test_an_interrupt_during_a_peer_costs_nothing_that_was_measured(
+    bench: StorageBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peers.PeerCase, "__enter__", interrupted)
+    args = [*TINY, "--baseline", "fsdp2-offload", "--turns", "blocks", "--json", "-"]
+    status, out, err = bench.run(*args)
+    assert (status, err) == (130, "tierstream: interrupted\n")
+    plain = json.loads(out)
+    assert [entry["run"] for entry in plain["measurements"]] == ["tiered"]
+    assert "interrupted: the rest was not measured" in plain["notes"]
+
+
 def test_what_is_missing_is_said_before_anything_is_run(
     bench: StorageBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
