@@ -6,7 +6,8 @@ What can be known to be impossible is refused here, with the numbers and the rem
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -205,12 +206,19 @@ def choose_page_bytes(piece_nbytes: int, state_bytes: int, config: TiersConfig, 
     return round_up(-(-piece_nbytes // pieces), PAGE_ALIGN_BYTES)
 
 
-def fit_small_planes(page_bytes: int, plane_nbytes: Sequence[int]) -> int:
+def fit_small_planes(page_bytes: int, plane_nbytes: Mapping[int, int]) -> int:
     """A smaller page where many planes are much smaller than that one, and each takes a whole frame: what is
     trained of layers that are frozen but for a few vectors. Never one that costs more than its bytes.
+
+    Args:
+        plane_nbytes: bytes of a plane -> planes of this size.
     """
-    most = _WASTE_MAX * sum(plane_nbytes)
-    while page_bytes > _PAGE_GOOD_BYTES and sum(-nbytes % page_bytes for nbytes in plane_nbytes) > most:
+    most = _WASTE_MAX * sum(count * nbytes for nbytes, count in plane_nbytes.items())
+
+    def wasted(page: int) -> int:
+        return sum(count * (-nbytes % page) for nbytes, count in plane_nbytes.items())
+
+    while page_bytes > _PAGE_GOOD_BYTES and wasted(page_bytes) > most:
         page_bytes = round_up(-(-page_bytes // 2), PAGE_ALIGN_BYTES)
     return page_bytes
 
@@ -269,7 +277,7 @@ def size_copies(wanted: int | None, config: TiersConfig, layout: Layout, spare_b
             "of host memory are free beside the DRAM tier; lower it, or tiers.dram",
             need_bytes=wanted, limit_bytes=max(spare_bytes, 0),
         )  # fmt: skip
-    most = sum(layout.page_count(*key) for key, spec in layout.planes.items() if spec.durable)
+    most = sum(count * -(-nbytes // page) for (nbytes, durable), count in layout.sizes.items() if durable)
     budget = max(0, int(_AUTO_COPY_SHARE * spare_bytes)) if wanted is None else wanted
     return page * min(most, max(budget // page, READS_AHEAD if config.nvme_dirs else 0))
 
@@ -293,13 +301,13 @@ def step_flop(units: ModelUnits, tokens: int) -> float:
     gradient if it is trained), 2 in layers without a backward; of experts for those that the token goes to.
     Embedding look-up is free, attention not counted.
     """
-    lookups = units.tables if units.tied else (units.embed, *units.tables)
+    lookups = {unit.name for unit in (units.tables if units.tied else (units.embed, *units.tables))}
     without = {unit.name for index in range(units.backward_from) for unit in units.of_layer(index)}
 
     def per_parameter(unit: Unit) -> int:
         return 2 if unit.name in without else 8 if unit.trained else 6
 
-    computed = (unit for unit in units.in_forward_order if unit not in lookups)
+    computed = (unit for unit in units.in_forward_order if unit.name not in lookups)
     total = sum(per_parameter(unit) * unit.parameters for unit in computed)
     for layer, experts, passed_by in zip(units.layers, units.experts, units.passed_by, strict=True):
         total -= per_parameter((experts or (layer,))[0]) * passed_by
@@ -388,7 +396,10 @@ def _paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_byte
     piece_nbytes = max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
     chosen = choose_page_bytes(piece_nbytes, layout.nbytes(durable=True), tiers, available_bytes)
     if tiers.page is None:
-        chosen = fit_small_planes(chosen, [spec.nbytes for spec in layout.planes.values()])
+        counts = Counter[int]()
+        for (nbytes, _), count in layout.sizes.items():
+            counts[nbytes] += count
+        chosen = fit_small_planes(chosen, counts)
     return Layout(chosen, layout.planes)
 
 

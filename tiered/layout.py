@@ -6,10 +6,12 @@ space. The store cuts a plane into pages of one size (docs/design.md section 2).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,9 +191,18 @@ class Layout:
         return -(-self.planes[unit, plane].nbytes // self.page_bytes)
 
     @cached_property
+    def sizes(self) -> Mapping[tuple[int, bool], int]:
+        """(bytes, durable) -> planes like that. Thousands of experts have a handful of sizes."""
+        sizes = Counter[tuple[int, bool]]()
+        kinds = Counter(map(attrgetter("dtype", "numel", "durable"), self.planes.values()))
+        for (dtype, numel, durable), count in kinds.items():
+            sizes[numel * ITEM_BYTES[dtype], durable] += count
+        return sizes
+
+    @cached_property
     def page_total(self) -> int:
         """Pages of all planes."""
-        return sum(-(-spec.nbytes // self.page_bytes) for spec in self.planes.values())
+        return sum(count * -(-nbytes // self.page_bytes) for (nbytes, _), count in self.sizes.items())
 
     def page_nbytes(self, page: Page) -> int:
         """Bytes of the page in its frame and its chunk file: `page_bytes`, or all of a plane that fits."""
@@ -219,9 +230,8 @@ class Layout:
     @cached_property
     def _page_nbytes(self) -> Mapping[bool, int]:
         page, found = self.page_bytes, {True: 0, False: 0}
-        for spec in self.planes.values():
-            nbytes = spec.nbytes
-            found[spec.durable] += nbytes if nbytes <= page else round_up(nbytes, page)
+        for (nbytes, durable), count in self.sizes.items():
+            found[durable] += count * (nbytes if nbytes <= page else round_up(nbytes, page))
         return found
 
     def range_bytes(self, unit: str, plane: str, start: int, values: NDArray[Any]) -> NDArray[np.uint8]:

@@ -7,9 +7,8 @@ the updates of the others are still under way.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -82,7 +81,7 @@ def divide(
     division = _Division(units, layout, boundary_nbytes, passing_nbytes, expert_nbytes)
     order = tuple(unit.name for unit in units.without_experts)
     if budget is None:
-        return division.least(order[: stay or 0])
+        return division.with_experts(division.least(order[: stay or 0]))
     if stay is not None and (memory := division.least(order[:stay])).nbytes > budget:
         raise BudgetError(
             f"tiers.resident is {stay}, which takes {format_bytes(memory.nbytes)} of the device, and "
@@ -107,7 +106,7 @@ def divide(
     if LAYER_GROUP in best.slots:
         spare = (budget - best.nbytes) // best.slots[LAYER_GROUP][1]
         best = division.made(best.resident, min(streamed, best.layer_slots + spare))
-    return best
+    return division.with_experts(best)
 
 
 def divide_as(
@@ -122,7 +121,8 @@ def divide_as(
     """The division in which these units stay and the streamed layers share so many slots; without pages that
     pass through.
     """
-    return _Division(units, layout, boundary_nbytes, 0, expert_nbytes).made(resident, layer_slots)
+    division = _Division(units, layout, boundary_nbytes, 0, expert_nbytes)
+    return division.with_experts(division.made(resident, layer_slots))
 
 
 def rounds_gradients(layout: Layout) -> bool:
@@ -147,12 +147,11 @@ class _Division:
         self._expert_slots = _expert_slots(self._experts, expert_nbytes)
         # Of thousands of experts these are found once, not for each division that is tried.
         self._expert_sums = [unit.numel for unit in self._experts if unit.trained]
-        self._expert_groups = dict.fromkeys((unit.name for unit in self._experts), EXPERT_GROUP)
         self._unit_count = len(units.in_forward_order)
-        self._state_nbytes = Counter[str]()
-        for spec in layout.planes.values():
-            if spec.durable and spec.plane != "weight":  # weights have slots
-                self._state_nbytes[spec.unit] += spec.nbytes
+        self._state_nbytes = dict.fromkeys((unit.name for unit in units.without_experts), 0)
+        for (unit, plane), spec in layout.planes.items():
+            if unit in self._state_nbytes and spec.durable and plane != "weight":  # weights have slots
+                self._state_nbytes[unit] += spec.nbytes
 
     def least_slots(self, resident: tuple[str, ...]) -> int:
         """Layer slots without which streaming does not overlap with computing."""
@@ -162,7 +161,13 @@ class _Division:
         """With no more than these slots."""
         return self.made(resident, self.least_slots(resident))
 
+    def with_experts(self, memory: DeviceMemory) -> DeviceMemory:
+        """Complete: experts, thousands at times, are named in the division that is chosen alone."""
+        experts = dict.fromkeys((unit.name for unit in self._experts), EXPERT_GROUP)
+        return replace(memory, group_of={**memory.group_of, **experts})
+
     def made(self, resident: tuple[str, ...], layer_slots: int) -> DeviceMemory:
+        """Without the groups of experts."""
         units = self._units
         own = [unit for unit in units.without_experts if unit.name in {*resident, *self._ends}]
         slots = {unit.name: (1, _weight_nbytes(unit)) for unit in own}
@@ -189,7 +194,6 @@ class _Division:
         if self._expert_sums and self._expert_slots is not None:  # those of a group, and one that leaves
             count = expert_group(self._expert_slots[0]) + 1
             sums[EXPERT_GROUP] = min(count, len(self._expert_sums)), max(self._expert_sums)
-        group_of.update(self._expert_groups)
         everything_stays = len(resident) == self._unit_count
         nbytes = 0 if everything_stays else self._passing_nbytes
         if self._expert_slots is not None:

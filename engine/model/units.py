@@ -7,8 +7,9 @@ and what lies outside is the head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class ModelUnits:
     groups: Groups
     anatomy: Anatomy
 
-    @property
+    @cached_property
     def begin(self) -> tuple[Unit, ...]:
         """What comes before the layers."""
         return (self.embed, *self.tables, *self.around)
@@ -74,13 +75,13 @@ class ModelUnits:
         """What comes after the layers and not before them."""
         return self.beside_head if self.tied else (self.head, *self.beside_head)
 
-    @property
+    @cached_property
     def without_experts(self) -> tuple[Unit, ...]:
         """In forward order, those that every step computes with."""
         parts = zip(self.layers, self.beside, strict=True)
         return (*self.begin, *(unit for layer, beside in parts for unit in (layer, *beside)), *self.end)
 
-    @property
+    @cached_property
     def in_forward_order(self) -> tuple[Unit, ...]:
         layers = (unit for index in range(len(self.layers)) for unit in self.of_layer(index))
         return (*self.begin, *layers, *self.end)
@@ -88,7 +89,7 @@ class ModelUnits:
     def of_layer(self, index: int) -> tuple[Unit, ...]:
         return (self.layers[index], *self.beside[index], *self.experts[index])
 
-    @property
+    @cached_property
     def backward_from(self) -> int:
         """The first layer that has a backward: what comes before it is frozen. All layers have if something
         around them is trained; none has if the head alone is."""
@@ -98,15 +99,28 @@ class ModelUnits:
         trained = (index for index in layers if any(unit.trained for unit in self.of_layer(index)))
         return next(trained, len(layers))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Parameters, without padding."""
         return sum(unit.parameters for unit in self.in_forward_order)
 
-    @property
+    @cached_property
     def frozen(self) -> int:
         """Those of them that are not trained."""
         return sum(unit.parameters for unit in self.in_forward_order if not unit.trained)
+
+    def state_planes(self, master: str, grad_dtype: str) -> Mapping[tuple[str, str], PlaneSpec]:
+        """(unit, plane) -> it, of all units; made once, for they are thousands and plans are many. See
+        `state_planes` for the arguments."""
+        if (found := self._planes.get((master, grad_dtype))) is None:
+            planes = (state_planes(unit, master, grad_dtype) for unit in self.in_forward_order)
+            found = {(spec.unit, spec.plane): spec for spec in chain.from_iterable(planes)}
+            self._planes[master, grad_dtype] = found
+        return found
+
+    @cached_property
+    def _planes(self) -> dict[tuple[str, str], Mapping[tuple[str, str], PlaneSpec]]:
+        return {}
 
     def describe(self) -> Iterator[str]:
         """What is frozen, and how the rest is trained: a line for each."""
@@ -319,7 +333,7 @@ class _Packer:
         return DTYPE_NAMES[kinds.pop()]
 
 
-def state_planes(unit: Unit, *, master: str, grad_dtype: str) -> list[PlaneSpec]:
+def state_planes(unit: Unit, master: str, grad_dtype: str) -> list[PlaneSpec]:
     """The planes of one unit (docs/design.md section 3); `grad` is the only one that is not durable. A frozen
     one has its weights alone.
 
@@ -358,12 +372,9 @@ def build_layout(
         boundary_nbytes: bytes of one layer-boundary activation of the step, None if they stay on the GPU.
         resident: units that stay on the GPU, whose gradients need no plane.
     """
-    planes = {
-        (spec.unit, spec.plane): spec
-        for unit in units.in_forward_order
-        for spec in state_planes(unit, master=master, grad_dtype=grad_dtype)
-        if spec.durable or unit.name not in resident
-    }
+    planes = dict(units.state_planes(master, grad_dtype))
+    for name in resident:
+        planes.pop((name, "grad"), None)
     if boundary_nbytes is not None:
         for index in range(units.backward_from, len(units.layers)):
             name = activation_unit(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from tierstream.engine.planner.clock import Clock, Moment
@@ -52,8 +53,10 @@ class SimulatedDrive:
 
     def __init__(self, clock: Clock, rates: DriveRates) -> None:
         self._clock, self.rates = clock, rates
-        self._waiting: dict[Direction, deque[tuple[int, Moment]]] = {way: deque() for way in Direction}
-        self._left_bytes = dict.fromkeys(Direction, 0.0)
+        self._reads, self._writes = (
+            _Queue(rates.rate(way, mixed=False), rates.rate(way, mixed=True))
+            for way in (Direction.READ, Direction.WRITE)
+        )
         self._since_s, self._version = 0.0, 0
         self.busy_s = 0.0
         self.nbytes = dict.fromkeys(Direction, 0)
@@ -62,44 +65,57 @@ class SimulatedDrive:
         """A request; the moment at which it has ended."""
         self._advance()
         ended = self._clock.moment()
-        queue = self._waiting[direction]
-        if not queue:
-            self._left_bytes[direction] = nbytes
-        queue.append((nbytes, ended))
+        queue = self._reads if direction is Direction.READ else self._writes
+        if not queue.waiting:
+            queue.left_bytes = nbytes
+        queue.waiting.append((nbytes, ended))
         self.nbytes[direction] += nbytes
         self._reckon()
         return ended
 
-    def _rates(self) -> dict[Direction, float]:
-        """Of the directions that move bytes now."""
-        busy = [way for way, queue in self._waiting.items() if queue]
-        return {way: self.rates.rate(way, mixed=len(busy) > 1) for way in busy}
-
     def _advance(self) -> None:
         passed, self._since_s = self._clock.now_s - self._since_s, self._clock.now_s
-        rates = self._rates()
-        for way, rate in rates.items():
-            self._left_bytes[way] -= passed * rate
-        if rates:
+        reads, writes = self._reads, self._writes
+        if reads.waiting:
+            reads.left_bytes -= passed * (reads.mixed if writes.waiting else reads.alone)
+        if writes.waiting:
+            writes.left_bytes -= passed * (writes.mixed if reads.waiting else writes.alone)
+        if reads.waiting or writes.waiting:
             self.busy_s += passed
 
     def _reckon(self) -> None:
         """Find out which request ends next."""
         self._version += 1
-        rates = self._rates()
-        if not rates:
+        reads, writes = self._reads, self._writes
+        if reads.waiting and writes.waiting:
+            left_s, queue = reads.left_bytes / reads.mixed, reads
+            if (written_s := writes.left_bytes / writes.mixed) < max(0.0, left_s):
+                left_s, queue = written_s, writes
+        elif reads.waiting:
+            left_s, queue = reads.left_bytes / reads.alone, reads
+        elif writes.waiting:
+            left_s, queue = writes.left_bytes / writes.alone, writes
+        else:
             return
-        ends = {way: max(0.0, self._left_bytes[way]) / rate for way, rate in rates.items()}
-        way = min(ends, key=ends.__getitem__)
-        left_s, version = ends[way], self._version
-        self._clock.after(left_s, lambda: self._end(version, way))
+        self._clock.after(max(0.0, left_s), partial(self._end, self._version, queue))
 
-    def _end(self, version: int, way: Direction) -> None:
+    def _end(self, version: int, queue: _Queue) -> None:
         if version != self._version:
             return  # a request came meanwhile
         self._advance()
-        _, ended = self._waiting[way].popleft()
-        if self._waiting[way]:
-            self._left_bytes[way] = self._waiting[way][0][0]
+        _, ended = queue.waiting.popleft()
+        if queue.waiting:
+            queue.left_bytes = queue.waiting[0][0]
         self._clock.after(self.rates.latency_s, ended.set)
         self._reckon()
+
+
+class _Queue:
+    """Requests of one direction, of which the first has so many bytes left; and its rates."""
+
+    __slots__ = ("alone", "left_bytes", "mixed", "waiting")
+
+    def __init__(self, alone: float, mixed: float) -> None:
+        self.alone, self.mixed = alone, mixed
+        self.waiting = deque[tuple[int, Moment]]()
+        self.left_bytes = 0.0
