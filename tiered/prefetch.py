@@ -24,18 +24,19 @@ class Schedule:
         self._uses = _positions(step)
         self._later = _positions(following)
         self.pages: list[Page] = list(self._uses | self._later)
+        self._own, self._length = len(step), len(step) + len(following)
 
     def __len__(self) -> int:
         """Positions before the schedule repeats itself."""
-        return len(self._step) + len(self._following)
+        return self._length
 
     def page_at(self, position: int) -> Page | None:
         """The page used at a position; None past the end of a schedule that nothing follows."""
-        if position < len(self._step):
+        if position < self._own:
             return self._step[position]
         if not self._following:
             return None
-        return self._following[(position - len(self._step)) % len(self._following)]
+        return self._following[(position - self._own) % len(self._following)]
 
     def start(self, entry: Entry) -> None:
         """Let the page begin at its first use."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from typing import Protocol, TypeAlias, TypeVar
@@ -172,6 +173,7 @@ class Cores:
     def __init__(self, clock: Clock, number: int) -> None:
         self._clock, self._number = clock, number
         self._jobs: list[_Job] = []
+        self._wanted = 0  # cores, by all jobs
         self._since_s = 0.0
         self._version = 0
         self.busy_s = 0.0
@@ -185,11 +187,12 @@ class Cores:
         self._advance()
         done = self._clock.moment()
         self._jobs.append(_Job(seconds, threads, done))
+        self._wanted += threads
         self._reckon()
         return done
 
     def _speed(self) -> float:
-        return min(1.0, self._number / sum(job.threads for job in self._jobs))
+        return 1.0 if self._wanted <= self._number else self._number / self._wanted
 
     def _advance(self) -> None:
         passed, self._since_s = self._clock.now_s - self._since_s, self._clock.now_s
@@ -204,17 +207,22 @@ class Cores:
         """Find out when the next job ends."""
         self._version += 1
         if self._jobs:
-            left_s = max(0.0, min(job.left_s for job in self._jobs))
-            version = self._version
-            self._clock.after(left_s / self._speed(), lambda: self._end(version))
+            left_s = max(0.0, self._least_s())
+            self._clock.after(left_s / self._speed(), partial(self._end, self._version))
+
+    def _least_s(self) -> float:
+        """Of the job that ends next; most often there is one alone."""
+        jobs = self._jobs
+        return jobs[0].left_s if len(jobs) == 1 else min([job.left_s for job in jobs])
 
     def _end(self, version: int) -> None:
         if version != self._version:
             return  # somebody came meanwhile
         self._advance()
-        ended = min(job.left_s for job in self._jobs) + 1e-12
+        ended = self._least_s() + 1e-12
         for job in [job for job in self._jobs if job.left_s <= ended]:
             self._jobs.remove(job)
+            self._wanted -= job.threads
             job.done.set()
         self._reckon()
 
