@@ -34,9 +34,9 @@ from tierstream.engine.data.config import DataConfig
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import DEFAULT_TUNING, KnownDrive
 from tierstream.engine.measure.train_bench import Setting, TieredBench, random_batch
+from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.shapes import architecture
-from tierstream.engine.model.units import units_of_run
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.plan import Plan, TiersConfig
 from tierstream.io.scratch import ScratchFolder

@@ -20,7 +20,8 @@ from tierstream.engine.model.meta_model import build_meta_model
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.moe.router_bias import check_bias_update
 from tierstream.engine.moe.router_loss import draws_choices, router_losses
-from tierstream.engine.plan import STATE_FOLDER, Plan, make_plan
+from tierstream.engine.plan import STATE_FOLDER, Plan
+from tierstream.engine.plan_on import plan_on
 from tierstream.engine.step.runtime import Runtime
 from tierstream.engine.trace.trace import Trace, TracedDirectory
 from tierstream.engine.weights import source
@@ -100,59 +101,10 @@ def plan_run(config: RunConfig, units: ModelUnits, device: Device) -> tuple[Plan
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
-        ConfigError: see `check_rows`.
+        ConfigError: see `plan_on`.
     """
     available_bytes = memory.memory_budget().available_bytes
     return plan_on(config, units, torch.get_num_threads(), available_bytes, device_in_host=not device.is_cuda)
-
-
-def plan_on(
-    config: RunConfig, units: ModelUnits, cores: int, available_bytes: int, *, device_in_host: bool
-) -> tuple[Plan, Layout]:
-    """`make_plan` for this run, on a machine with so many cores and so much free host memory.
-
-    Args:
-        device_in_host: the device is the CPU.
-
-    Raises:
-        BudgetError: a tier cannot hold what it must hold at once.
-        ConfigError: see `check_rows`.
-    """
-    check_rows(config, units)
-    return make_plan(
-        config.tiers,
-        config.optimizer,
-        units,
-        rows=config.train.rows_per_step,
-        seq_len=config.data.seq_len,
-        device_in_host=device_in_host,
-        update_threads=config.optimizer.threads_of(cores),
-        available_bytes=available_bytes,
-        expert_nbytes=config.moe.gpu_cache,
-        copy_memory=config.checkpoint.copy_memory if config.checkpoint.on_the_way else 0,
-    )
-
-
-def check_rows(config: RunConfig, units: ModelUnits) -> None:
-    """Refuse a run whose rows are to run through layers in chunks and cannot.
-
-    Raises:
-        ConfigError: experts would be streamed several times, or no dimension of what layers exchange is known
-            to hold the rows.
-    """
-    train = config.train
-    if train.chunks_rows and units.anatomy.rows_dim is None:
-        raise ConfigError(
-            f"train.rows_per_chunk is {train.rows_per_chunk}, and rows of this model cannot run apart: what "
-            "its layers exchange does not have them in one known dimension; leave it out, or lower "
-            f"train.rows_per_step to {train.rows_per_chunk}"
-        )
-    if train.chunks_rows and any(units.experts):
-        raise ConfigError(
-            f"train.rows_per_chunk is {train.rows_per_chunk}, and single experts are streamed once for all "
-            f"{train.rows_per_step} rows of a step: leave it out, use moe.stream: layers, or lower "
-            f"train.rows_per_step to {train.rows_per_chunk}"
-        )
 
 
 def check_paths(config: RunConfig) -> dict[str, TransferPath]:

@@ -10,9 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tierstream.engine.device.memory import ACTIVATION_GROUP
+from tierstream.engine.device.memory import ACTIVATION_GROUP, WAITING_TENSORS
 from tierstream.engine.plan import Plan
-from tierstream.engine.step.activations import WAITING_TENSORS
 from tierstream.tiered.layout import ITEM_BYTES, Layout, Page
 from tierstream.tiered.store import Intent
 

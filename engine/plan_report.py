@@ -11,14 +11,15 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import KnownDrive, machine_rates
 from tierstream.engine.measure.machine_facts import describe_machine
-from tierstream.engine.metrics import DrivePlan, PlanReport, TierPlan
-from tierstream.engine.model.units import TORCH_DTYPES, ModelUnits
+from tierstream.engine.metrics import DrivePlan, PlanReport
+from tierstream.engine.model.carve import TORCH_DTYPES
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan import Plan
+from tierstream.engine.plan_tiers import dtypes_of, extras_nbytes, tier_plans
 from tierstream.engine.step.head import logits_nbytes
 from tierstream.engine.step.runtime import Runtime
 from tierstream.io.profile import MachineProfile
-from tierstream.io.sizes import format_bytes
-from tierstream.tiered.layout import ITEM_BYTES, Layout, Unit
+from tierstream.tiered.layout import Layout, Unit
 
 
 def describe_plan(
@@ -68,34 +69,11 @@ def describe_plan(
     )
 
 
-def tier_plans(config: RunConfig, units: ModelUnits, plan: Plan) -> tuple[TierPlan, ...]:
-    """From the fastest down."""
-    tiers = config.tiers
-    found = [
-        TierPlan(tier="gpu", holds=_on_device(plan, units), used_bytes=plan.gpu_bytes, limit_bytes=tiers.gpu),
-        TierPlan(tier="dram", holds=_in_dram(plan), used_bytes=plan.dram_bytes, limit_bytes=tiers.dram),
-    ]
-    if tiers.nvme_dirs is not None:
-        found.append(TierPlan(tier="nvme", holds=_on_drives(plan), used_bytes=plan.durable_bytes))
-    return tuple(found)
-
-
-def dtypes_of(layout: Layout) -> dict[str, str]:
-    """Plane -> dtype."""
-    dtypes = {p.plane: p.dtype for p in layout.planes.values() if p.plane != "activation"}
-    return dtypes | {"gradient sum": "float32"}
-
-
 def _logits_nbytes(config: RunConfig, plan: Plan, runtime: Runtime) -> int:
     """Of a chunk of the loss."""
     model = runtime.model
     tokens = min(plan.tokens_per_step, config.train.loss_chunk(model.config.vocab_size))
     return logits_nbytes(model.get_output_embeddings(), tokens, config.train.z_loss_coef)
-
-
-def extras_nbytes(units: ModelUnits, plan: Plan) -> int:
-    """Values and gradients."""
-    return 2 * units.anatomy.extras_width * plan.tokens_per_step * ITEM_BYTES[units.embed.dtype]
 
 
 def _weights_nbytes(units: ModelUnits, layout: Layout, plan: Plan, *, rows: int) -> int:
@@ -110,29 +88,6 @@ def _weights_nbytes(units: ModelUnits, layout: Layout, plan: Plan, *, rows: int)
             active = len(experts) - passed_by // sum(tensor.numel for tensor in experts[0].tensors)
             total += sum(map(nbytes, experts[: rows * active]))
     return total
-
-
-def _in_dram(plan: Plan) -> str:
-    pages = f"{plan.dram_bytes // plan.page_bytes} pages of {plan.page_bytes} bytes"
-    copies = plan.copy_bytes // plan.page_bytes
-    return f"{pages}; beside them {copies} for checkpoints" if copies else pages
-
-
-def _on_drives(plan: Plan) -> str:
-    spilled = format_bytes(plan.spill_bytes)
-    more = f"; up to {spilled} more of gradients and inputs of layers" if plan.spill_bytes else ""
-    return f"state of every parameter{more}"
-
-
-def _on_device(plan: Plan, units: ModelUnits) -> str:
-    resident, everything = len(plan.device.resident), len(units.in_forward_order)
-    streamed = f"{plan.device.layer_slots} of {len(units.layers)} layers, ends, gradient sums"
-    if plan.device.expert_slots is not None:
-        streamed = f"{plan.device.expert_slots[0]} of {sum(map(len, units.experts))} experts, {streamed}"
-    if not resident:
-        return streamed
-    stays = f"all state of {resident} of {everything} units"
-    return stays if resident == everything else f"{stays}; of the rest {streamed}"
 
 
 def _drive_plan(drive: KnownDrive, tier: assemble.Drives) -> DrivePlan:

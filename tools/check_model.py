@@ -72,8 +72,8 @@ def _model_config(path: Path, options: CheckOptions) -> ModelConfig:
 
 def _check(config: ModelConfig, options: CheckOptions) -> int:
     from tierstream.engine.device.device import Device
+    from tierstream.engine.model.carve import find_units
     from tierstream.engine.model.meta_model import build_meta_model, read_hf_config
-    from tierstream.engine.model.units import find_units
     from tierstream.engine.parity.gate import compare_twin
     from tierstream.engine.weights.source import plan_source
 

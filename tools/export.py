@@ -75,7 +75,7 @@ def export(
     """Write the model of `checkpoint`; what was written, in a line. Raises TierstreamError."""
     from tierstream.engine.data.prepare import tokenizer_directory
     from tierstream.engine.export.export import export_model, snapshot_reader
-    from tierstream.engine.model.units import units_of_run
+    from tierstream.engine.model.carve import units_of_run
 
     snapshot = Snapshot.open(checkpoint)
     settings = snapshot.state["settings"]

@@ -25,7 +25,7 @@ _DESCRIPTION = """\
 Say what a run comes to before it is begun: whether it fits, what it takes of each
 tier, how long its steps take and why, and what would make them shorter.
 - Works from RUN.yaml and the model's config.json alone: no weights and no data are
-  read, nothing is written.
+  read, nothing is written (but to ~/.cache/tierstream, what tensors the model has).
 - An option --section.key changes that key of the file.
 - `--machine` plans for another machine: one that comes with tierstream
   (workstation, server, superchip, h200), or a profile that `tierstream bench

@@ -29,6 +29,8 @@ _EXPERT_GROUP = 8
 #: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
 #: little DRAM.
 IN_FLIGHT_PAGES = 4
+#: Inputs of layers that wait for their download: one being written while the next is computed.
+WAITING_TENSORS = 2
 _SUM_BYTES = 4
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-
-from tierstream.engine.device.device import Device, Event, Lane
 from tierstream.engine.device.memory import IN_FLIGHT_PAGES
 from tierstream.engine.trace.trace import Trace, Track
 from tierstream.tiered.layout import Layout
 from tierstream.tiered.lease import Lease
 from tierstream.tiered.store import Intent, Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstream.engine.device.device import Device, Event, Lane
 
 
 class PageCopies:

@@ -12,15 +12,18 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-
-from tierstream.engine.device.device import Device, Event
 from tierstream.engine.device.page_copies import PageCopies
 from tierstream.engine.trace.trace import Trace, Track
 from tierstream.io.errors import InvariantError
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstream.engine.device.device import Device, Event
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from tierstream.engine.model.carve import TORCH_DTYPES, tensors_by_part
 from tierstream.engine.model.meta_model import is_kept_in_fp32
-from tierstream.engine.model.units import TORCH_DTYPES, tensors_by_part
 from tierstream.engine.weights.safetensors_dir import CheckpointDir, some
 from tierstream.engine.weights.source import LoadPlan
 from tierstream.engine.weights.tensor_entry import STORED_DTYPES

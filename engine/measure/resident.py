@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from tierstream.engine.assemble import build_model
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model.binding import Binding
+from tierstream.engine.model.carve import TORCH_DTYPES, units_of_run
 from tierstream.engine.model.decoder import decoder_of, layers_of
 from tierstream.engine.model.meta_model import materialise_buffers
-from tierstream.engine.model.units import TORCH_DTYPES, units_of_run
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.head import Head, final_norm, model_logits
 

@@ -25,8 +25,9 @@ from tierstream.engine.device.device import Device
 from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.measure.machine import KnownDrive
 from tierstream.engine.measure.resident import ResidentModel
+from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.model.meta_model import materialise_buffers
-from tierstream.engine.model.units import ModelUnits, units_of_run
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan import Plan
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.runtime import Runtime, Traffic

@@ -9,7 +9,6 @@ import copy
 from collections import Counter
 from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,37 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from tierstream.engine.model.decoder import decoder_of, layers_of
 from tierstream.engine.model.lookups import Lookups, check_lookup
+from tierstream.engine.model.units import Anatomy
 from tierstream.io.errors import ModelSourceError
 
 #: Of the runs: one with so many rows, one with a row more.
 _ROWS, _TOKENS = 2, 3
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """How a decoder is put together; modules by their names.
-
-    Attributes:
-        tables: those beside the layers that look rows up, the input embedding first.
-        norm: the one whose output is the decoder's; None: there is none.
-        decoder_output: class of what the decoder returns.
-        plain_logits: the logits are what the output matrix gives, and nothing is done to them.
-        rows_dim: dimension of the layers' input in which the rows lie; None: rows cannot run apart.
-        boundary_width: elements of the layers' input per token.
-        tuple_of: length of the tuple that layers return, of which the first are the hidden states and nobody
-            needs the rest; None: they return the hidden states alone.
-        extras_width: elements per token of what else layers have gradients for, all of them together: inputs
-            of their own, keys and values that they share.
-    """
-
-    tables: tuple[str, ...]
-    norm: str | None
-    decoder_output: type
-    plain_logits: bool
-    rows_dim: int | None
-    boundary_width: int
-    tuple_of: int | None
-    extras_width: int
 
 
 def find_anatomy(model: Any) -> Anatomy:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from tierstream.engine.model.units import TORCH_DTYPES
+from tierstream.engine.model.carve import TORCH_DTYPES
 from tierstream.tiered.layout import Unit
 
 

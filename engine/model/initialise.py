@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import initialization
 
 from tierstream import _native
+from tierstream.engine.model.carve import tensors_by_part
 from tierstream.engine.model.meta_model import nearest_pretrained, protected
-from tierstream.engine.model.units import tensors_by_part
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit
 

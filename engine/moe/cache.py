@@ -19,7 +19,7 @@ import torch
 from tierstream.engine.device.device import Device, Event
 from tierstream.engine.device.memory import expert_group
 from tierstream.engine.device.page_copies import PageCopies
-from tierstream.engine.model.units import TORCH_DTYPES
+from tierstream.engine.model.carve import TORCH_DTYPES
 from tierstream.engine.moe.slots import ExpertSlots, Slot
 from tierstream.engine.moe.use import CacheCounts
 from tierstream.engine.trace.trace import Trace, Track

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstream.engine.model.carve import experts_of
 from tierstream.engine.model.decoder import layers_of
-from tierstream.engine.model.units import experts_of
 from tierstream.engine.moe.router_loss import count_choices
 from tierstream.io.errors import ConfigError
 

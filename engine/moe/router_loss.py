@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tierstream.engine.model.carve import experts_of
 from tierstream.engine.model.decoder import decoder_of, layers_of
-from tierstream.engine.model.units import experts_of
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.io.errors import ConfigError, InvariantError, ModelSourceError
 

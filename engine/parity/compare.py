@@ -24,9 +24,10 @@ from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.device.device import Device
 from tierstream.engine.export.export import export_model
+from tierstream.engine.model.carve import TORCH_DTYPES, units_of_run
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_of
-from tierstream.engine.model.units import TORCH_DTYPES, ModelUnits, units_of_run
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.parity.twin import randomise
 from tierstream.engine.plan import TiersConfig

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_of, describe, read_hf_config
-from tierstream.engine.model.units import ModelUnits, find_units
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.parity import cache
 from tierstream.engine.parity.compare import (

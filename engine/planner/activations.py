@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from tierstream.engine.device.memory import expert_group
 from tierstream.engine.model.units import ModelUnits
+from tierstream.engine.plan_tiers import logit_nbytes
 from tierstream.engine.planner.case import Case
-from tierstream.engine.step.head import logit_nbytes
 from tierstream.tiered.layout import ITEM_BYTES, TensorSpec
 
 #: Tensors as large as the input of a layer: those of all rows (the decoder's output and its gradient, the

@@ -5,14 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
 
-from tierstream.engine import assemble
 from tierstream.engine.config import RunConfig
-from tierstream.engine.model.units import ModelUnits, units_of_run
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan import Plan
+from tierstream.engine.plan_on import plan_on
+from tierstream.engine.planner import known
+from tierstream.engine.planner.known import Model
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.step.script import StepScript
+from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import BudgetError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.layout import Layout
@@ -41,10 +43,6 @@ class Case:
         return StepScript(self.units, self.layout, self.plan, self.config.optimizer, self.config.moe)
 
 
-#: Units of a model, and rows of its output matrix.
-Model: TypeAlias = tuple[ModelUnits, int]
-
-
 def case_of(config: RunConfig, machine: Machine, model: Model | None = None) -> Case:
     """The run of `config` on `machine`.
 
@@ -61,16 +59,42 @@ def case_of(config: RunConfig, machine: Machine, model: Model | None = None) -> 
 
 
 def units_of(config: RunConfig) -> Model:
-    """Units of the model, and rows of its output matrix. The kernels of the run need not be here.
+    """Units of the model, and rows of its output matrix; from a plan before this one, where they have not
+    changed since. The kernels of the run need not be here.
 
     Raises:
         ConfigError, ModelSourceError: as before the first step of the run.
     """
+    alone = _of_units_alone(config)
+    name = known.name_of(alone)
+    if name is not None and (model := known.find(name)) is not None:
+        return model
+    from tierstream.engine import assemble  # takes seconds, for torch and transformers
+    from tierstream.engine.model.carve import units_of_run
+
     with ExitStack() as parts:
-        plain = replace(config, train=replace(config.train, kernels="plain", compile=False))
-        model, hf_config = assemble.build_model(plain, parts)
-        units = units_of_run(model, config.moe, config.optimizer)
-    return units, hf_config.get_text_config().vocab_size
+        built, hf_config = assemble.build_model(alone, parts)
+        model = units_of_run(built, alone.moe, alone.optimizer), hf_config.get_text_config().vocab_size
+    if name is not None:
+        known.keep(name, model)
+    return model
+
+
+def _of_units_alone(config: RunConfig) -> RunConfig:
+    """The run without settings that its units do not depend on, so that other values of these need no other
+    units.
+    """
+    optimizer = config.optimizer
+    return replace(
+        config,
+        train=replace(config.train, kernels="plain", compile=False),
+        moe=replace(config.moe, gpu_cache=None, idle="dense"),
+        optimizer=OptimizerConfig(
+            weight_decay=optimizer.weight_decay,
+            weight_decay_by_name=optimizer.weight_decay_by_name,
+            lr_scale_by_name=optimizer.lr_scale_by_name,
+        ),
+    )
 
 
 def plan_for(config: RunConfig, machine: Machine, units: ModelUnits) -> tuple[Plan, Layout]:
@@ -78,9 +102,9 @@ def plan_for(config: RunConfig, machine: Machine, units: ModelUnits) -> tuple[Pl
 
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
-        ConfigError: see `assemble.check_rows`.
+        ConfigError: see `plan_on`.
     """
-    plan, layout = assemble.plan_on(
+    plan, layout = plan_on(
         config, units, machine.cores, machine.host_bytes, device_in_host=machine.gpu_bytes is None
     )
     if machine.gpu_bytes is not None and plan.gpu_bytes > machine.gpu_bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from tierstream.engine.device.memory import WAITING_TENSORS
 from tierstream.engine.model.units import activation_unit
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.clock import Credits, Moment, Steps
@@ -14,7 +15,6 @@ from tierstream.engine.planner.hardware import Hardware
 from tierstream.engine.planner.lanes import Downloads, ExpertUploads, Uploads
 from tierstream.engine.planner.times import LayerTimes
 from tierstream.engine.planner.updates import Updates
-from tierstream.engine.step.activations import WAITING_TENSORS
 from tierstream.engine.step.streams import Use, head_uses
 from tierstream.engine.trace.trace import Span, Track
 from tierstream.tiered.layout import Unit

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP
-from tierstream.engine.plan_report import extras_nbytes
+from tierstream.engine.plan_tiers import extras_nbytes
 from tierstream.engine.planner.activations import head_bytes, layer_bytes
 from tierstream.engine.planner.case import Case
 from tierstream.tiered.layout import round_up

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from tierstream.engine.bound import Bound, Rates, least_traffic, traffic_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import TierPlan
-from tierstream.engine.plan_report import dtypes_of, tier_plans
-from tierstream.engine.planner.case import Case, Model, units_of
+from tierstream.engine.plan_tiers import dtypes_of, tier_plans
+from tierstream.engine.planner.case import Case, units_of
 from tierstream.engine.planner.forecast import Forecast
+from tierstream.engine.planner.known import Model
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.needs import Peak, device_peak, disk, planes
 from tierstream.engine.planner.remedies import check_fits, with_remedies

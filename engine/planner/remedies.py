@@ -8,8 +8,9 @@ from itertools import islice
 from typing import TypeAlias
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.engine.planner.case import Case, Model, case_of
+from tierstream.engine.planner.case import Case, case_of
 from tierstream.engine.planner.drive import DriveRates
+from tierstream.engine.planner.known import Model
 from tierstream.engine.planner.needs import device_peak
 from tierstream.engine.planner.what_if import Setting
 from tierstream.io.errors import BudgetError, ConfigError

@@ -24,7 +24,7 @@ from tierstream.engine.data.stream import StreamedRows, open_stream
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import RunSummary, StepMetrics
-from tierstream.engine.model.units import units_of_run
+from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.moe.picture import expert_picture
 from tierstream.engine.moe.router_bias import saved_biases
 from tierstream.engine.moe.router_loss import explain_router_losses

@@ -15,12 +15,10 @@ import torch
 
 from tierstream.engine.device.device import Device
 from tierstream.engine.device.download import Downloader
+from tierstream.engine.device.memory import WAITING_TENSORS
 from tierstream.engine.model.units import activation_unit
 from tierstream.engine.trace.trace import Trace
 from tierstream.io.errors import InvariantError
-
-#: One boundary being written while the next is computed.
-WAITING_TENSORS = 2
 
 
 class ActivationStash:

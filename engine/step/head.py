@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tierstream.engine.model.anatomy import Anatomy, without_router_logits
+from tierstream.engine.model.anatomy import without_router_logits
 from tierstream.engine.model.binding import Binding
 from tierstream.engine.model.decoder import decoder_of
+from tierstream.engine.model.units import Anatomy
+from tierstream.engine.plan_tiers import logit_nbytes
 
 #: Label of a position that is not trained on.
 IGNORED = -100
@@ -174,11 +176,6 @@ def logits_nbytes(output: Any, tokens: int, z_coef: float) -> int:
     fused = getattr(output, "loss_kernel", None) is not None
     per_logit = logit_nbytes(z_coef, output.weight.element_size() if fused else None)
     return int(tokens * output.weight.shape[0] * per_logit)
-
-
-def logit_nbytes(z_coef: float, fused_item_bytes: int | None) -> int:
-    """Of one logit. `fused_item_bytes`: of an element of the matrix, where a kernel overwrites the logits."""
-    return fused_item_bytes or (5 if z_coef else 3) * torch.float32.itemsize
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

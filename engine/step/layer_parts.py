@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tierstream.engine.model.binding import Binding
-from tierstream.engine.model.units import experts_of
+from tierstream.engine.model.carve import experts_of
 from tierstream.engine.moe.experts import StreamedExperts
 from tierstream.engine.moe.router_loss import LayerRouters
 from tierstream.engine.moe.routing import Choices

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from tierstream.engine.device.device import Device
-from tierstream.engine.device.upload import Uploader
 from tierstream.engine.model.units import ModelUnits, activation_unit
-from tierstream.engine.step.gradients import GradientBuffers
 from tierstream.engine.trace.trace import Trace, Track
 from tierstream.tiered.layout import Unit
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierstream.engine.device.device import Device
+    from tierstream.engine.device.upload import Uploader
+    from tierstream.engine.step.gradients import GradientBuffers
 
 
 class Use(NamedTuple):

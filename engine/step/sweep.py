@@ -19,8 +19,9 @@ from tierstream.engine.device.device import Device
 from tierstream.engine.device.upload import StepPlan, Uploader
 from tierstream.engine.model.anatomy import without_router_logits
 from tierstream.engine.model.binding import Binding
+from tierstream.engine.model.carve import experts_of
 from tierstream.engine.model.decoder import decoder_of, layers_of
-from tierstream.engine.model.units import ModelUnits, experts_of
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.moe.cache import ExpertCache
 from tierstream.engine.moe.experts import StreamedExperts
 from tierstream.engine.moe.router_loss import RouterLosses, layer_routers

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tierstream.engine.model.binding import Binding
+from tierstream.engine.model.carve import TORCH_DTYPES
 from tierstream.engine.model.lookups import Lookups
-from tierstream.engine.model.units import TORCH_DTYPES
 from tierstream.engine.step.streams import Streams, Use
 
 

@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstream.engine.device.device import Lane, Stamp
 from tierstream.tiered.layout import Page
 from tierstream.tiered.store import Directory
+
+if TYPE_CHECKING:
+    from tierstream.engine.device.device import Lane, Stamp
 
 
 class Track(StrEnum):

@@ -14,7 +14,7 @@ from support.rig import Setup, batches, rig
 from support.runs import VOCABULARY, final_planes, make_run, train
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.model.units import experts_of
+from tierstream.engine.model.carve import experts_of
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.moe.router_bias import biases_of
 from tierstream.engine.step.batch import Batch

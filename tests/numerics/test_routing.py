@@ -13,7 +13,7 @@ from support.families import moe_config
 from support.rig import PlainTraining, Setup, rig
 from torch.overrides import TorchFunctionMode
 
-from tierstream.engine.model.units import experts_of
+from tierstream.engine.model.carve import experts_of
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.moe.router_bias import biases_of
 from tierstream.engine.step.batch import Batch

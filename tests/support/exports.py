@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from support.models import Flat
 
 from tierstream.engine.export.export import ExportInfo, export_model
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_meta_model, is_kept_in_fp32, materialise_buffers
-from tierstream.engine.model.units import find_units
 from tierstream.engine.weights.source import load_weights, plan_source
 from tierstream.tiered.layout import Unit
 

@@ -15,8 +15,9 @@ from tierstream.engine import assemble, config_file
 from tierstream.engine.config import RunConfig
 from tierstream.engine.data.progress import Progress
 from tierstream.engine.device.device import Device
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.meta_model import build_meta_model
-from tierstream.engine.model.units import build_layout, find_units
+from tierstream.engine.model.units import build_layout
 from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.weights import fill
 from tierstream.engine.weights.fill import FirstValues

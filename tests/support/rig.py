@@ -18,10 +18,11 @@ from support.stores import drives_in
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device.device import CopyFaults, Device
+from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.frozen import freeze
 from tierstream.engine.model.meta_model import materialise_buffers
-from tierstream.engine.model.units import ModelUnits, units_of_run
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.parity.compare import by_parameter
 from tierstream.engine.parity.twin import randomise

@@ -20,7 +20,8 @@ from tierstream.engine.data.files import fingerprint_files
 from tierstream.engine.data.progress import Progress
 from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.engine.metrics import StepMetrics
-from tierstream.engine.model.units import build_layout, find_units
+from tierstream.engine.model.carve import find_units
+from tierstream.engine.model.units import build_layout
 from tierstream.engine.weights.state import PlaneWriter
 from tierstream.tiered.snapshot_writer import write_snapshot
 from tierstream.tiered.store import Store

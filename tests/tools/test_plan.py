@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,35 @@ def test_everything_is_there_as_json(command: Command, run_file: Path, tmp_path:
     assert plain["bound_s"].keys() == {"compute", "upload", "update", "nvme"}
     assert command.run(*options, str(tmp_path / "plan.json"))[0] == 0
     assert json.loads((tmp_path / "plan.json").read_text()) == plain
+
+
+#: Modules of a plan that knows its model (525 with Python 3.11; torch alone has a thousand), and those that
+#: it must not have.
+MODULES_MAX = 700
+HEAVY = {
+    "torch", "transformers", "scipy", "sympy", "pyarrow", "tokenizers", "safetensors", "matplotlib", "PIL",
+}  # fmt: skip
+
+
+def test_a_second_plan_imports_little(run_file: Path, tmp_path: Path) -> None:
+    """To import torch and transformers takes longer than to plan."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code = (
+        "import sys\n"
+        "from tierstream.tools.cli import main\n"
+        f"status = main(['plan', {str(run_file)!r}, '--machine', 'workstation'])\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+        "sys.exit(status)\n"
+    )
+    command = [sys.executable, "-c", code]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(2)
+    )
+    assert first.stdout == second.stdout
+    assert {"torch", "transformers"} <= set(first.stderr.split())
+    modules = second.stderr.split()
+    assert HEAVY.intersection(modules) == set()
+    assert len(modules) <= MODULES_MAX
 
 
 def test_what_a_run_leaves_open_is_chosen(command: Command, run_file: Path, tmp_path: Path) -> None:

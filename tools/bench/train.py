@@ -228,8 +228,8 @@ class _Bench:
 
     def _peer(self, name: PeerName) -> PeerCase:
         """For the model that is measured now."""
+        from tierstream.engine.model.carve import find_units
         from tierstream.engine.model.meta_model import build_meta_model
-        from tierstream.engine.model.units import find_units
 
         options, config = self.options, self.config
         assert options.clip_norm is not None

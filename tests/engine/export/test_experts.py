@@ -12,9 +12,9 @@ from support.families import MOE_FAMILIES, moe_config, save_family
 from support.models import different
 
 from tierstream.engine.export.plan import _single_names
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_meta_model, materialise_buffers
-from tierstream.engine.model.units import find_units
 
 
 @pytest.mark.parametrize(("run_dtype", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])

@@ -24,10 +24,11 @@ from tierstream.engine.data.files import fingerprint_files
 from tierstream.engine.data.tokenizer import train_tokenizer
 from tierstream.engine.export.export import export_model, snapshot_reader
 from tierstream.engine.export.plan import plan_export
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.frozen import freeze
 from tierstream.engine.model.meta_model import build_meta_model, is_kept_in_fp32
-from tierstream.engine.model.units import build_layout, find_units
+from tierstream.engine.model.units import build_layout
 from tierstream.engine.weights.state import PlaneWriter
 from tierstream.io import seam
 from tierstream.io.errors import ConfigError, DataError, InvariantError, StorageError

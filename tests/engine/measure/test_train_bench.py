@@ -28,10 +28,10 @@ from tierstream.engine.measure.train_bench import (
     resident_losses,
 )
 from tierstream.engine.model import kernels
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_meta_model
 from tierstream.engine.model.shapes import ShapeName, architecture
-from tierstream.engine.model.units import find_units
 from tierstream.engine.plan import TiersConfig, step_flop
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.update.optimizer import OptimizerConfig

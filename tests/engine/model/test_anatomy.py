@@ -14,9 +14,9 @@ from transformers import initialization
 
 from tierstream.engine.measure.resident import replace_parameters
 from tierstream.engine.model.anatomy import find_anatomy
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.decoder import layers_of
 from tierstream.engine.model.meta_model import materialise_buffers
-from tierstream.engine.model.units import find_units
 from tierstream.engine.moe.router_loss import draws_choices
 from tierstream.engine.step.layer_call import LayerCall
 from tierstream.io.errors import ModelSourceError

@@ -11,9 +11,9 @@ import transformers
 from support.families import moe_config
 from support.models import tiny_hf_config
 
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.frozen import freeze
-from tierstream.engine.model.units import find_units
 from tierstream.engine.plan import spared_flop, step_flop
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError

@@ -18,10 +18,11 @@ from support.models import DENSE, Flat, different, tiny_hf_config, two_units
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tierstream.engine.model import initialise
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.initialise import init_weights
 from tierstream.engine.model.meta_model import build_meta_model, nearest_pretrained, protected
-from tierstream.engine.model.units import build_layout, find_units
+from tierstream.engine.model.units import build_layout
 from tierstream.engine.weights.state import PlaneWriter
 from tierstream.io.errors import ModelSourceError
 from tierstream.tiered.layout import TensorSpec, Unit, pack_unit

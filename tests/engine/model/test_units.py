@@ -11,7 +11,8 @@ import transformers
 from support.families import MOE_FAMILIES, moe_config
 from support.rig import tiny_config
 
-from tierstream.engine.model.units import build_layout, find_units
+from tierstream.engine.model.carve import find_units
+from tierstream.engine.model.units import build_layout
 from tierstream.io.errors import ModelSourceError
 
 

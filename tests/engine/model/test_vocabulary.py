@@ -16,10 +16,10 @@ from support.models import Flat, different, edit_json, rewrite, save_model
 from support.runs import VOCABULARY, make_run, train, with_tokenizer
 
 from tierstream.engine.config import RunConfig
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.initialise import init_weights
 from tierstream.engine.model.meta_model import build_meta_model
-from tierstream.engine.model.units import find_units
 from tierstream.engine.weights.source import plan_source
 from tierstream.io.errors import CheckpointError, ConfigError, ModelSourceError
 from tierstream.tools.export import ExportOptions, export

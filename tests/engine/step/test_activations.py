@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tierstream.engine.device.device import Device, Event
-from tierstream.engine.step.activations import WAITING_TENSORS, ActivationStash
+from tierstream.engine.device.memory import WAITING_TENSORS
+from tierstream.engine.step.activations import ActivationStash
 from tierstream.engine.trace.trace import Trace
 from tierstream.io.errors import InvariantError
 

@@ -14,8 +14,8 @@ from support.loss_kernel import torch_cross_entropy_
 from support.rig import reference_model, tiny_config
 
 from tierstream.engine.model.binding import Binding
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.kernels import liger_cross_entropy_
-from tierstream.engine.model.units import find_units
 from tierstream.engine.step.head import IGNORED, Head, LossKernel, logits_nbytes
 from tierstream.io.memory import current_rss_bytes, peak_rss_bytes, reset_peak_rss
 

@@ -9,7 +9,8 @@ import torch
 import transformers
 from support.rig import tiny_config
 
-from tierstream.engine.model.units import build_layout, find_units
+from tierstream.engine.model.carve import find_units
+from tierstream.engine.model.units import build_layout
 from tierstream.engine.update.granules import granules
 from tierstream.tiered.layout import ITEM_BYTES
 from tierstream.tiered.store import Intent

@@ -11,7 +11,8 @@ import transformers
 from support.families import moe_config
 from support.rig import tiny_config
 
-from tierstream.engine.model.units import ModelUnits, find_units
+from tierstream.engine.model.carve import find_units
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.update.groups import Groups
 from tierstream.engine.update.optimizer import Group, OptimizerConfig
 from tierstream.io.errors import ConfigError

@@ -17,9 +17,9 @@ from support.exports import Loaded, stored
 from support.families import save_family
 from support.models import dequantised_by_transformers, different, edit_json, rewrite
 
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_meta_model
-from tierstream.engine.model.units import find_units
 from tierstream.engine.weights.safetensors_dir import open_checkpoint
 from tierstream.engine.weights.source import load_weights, plan_load
 from tierstream.io.errors import ModelSourceError

@@ -56,7 +56,8 @@ from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.weights.safetensors_dir import open_checkpoint
 from tierstream.engine.weights.source import load_weights, plan_load
 from tierstream.engine.weights.state import PlaneWriter
-from tierstream.engine.model.units import build_layout, find_units
+from tierstream.engine.model.carve import find_units
+from tierstream.engine.model.units import build_layout
 from tierstream.io.drives import Drive
 from tierstream.io.posix import PosixBackend
 from tierstream.tiered.layout import ITEM_BYTES

@@ -18,9 +18,9 @@ from support.models import Flat, different, edit_json, rewrite
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tierstream.engine.export.export import export_model
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_meta_model
-from tierstream.engine.model.units import find_units
 from tierstream.engine.parity.twin import randomise
 from tierstream.engine.weights.mxfp4 import dequantise
 from tierstream.engine.weights.safetensors_dir import open_checkpoint

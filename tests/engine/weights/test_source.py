@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from support.families import save_family
 from support.models import DENSE, SIZES, Flat, different, edit_json, rewrite, save_model, tiny_model
 
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_meta_model, materialise_buffers
-from tierstream.engine.model.units import find_units
 from tierstream.engine.weights.safetensors_dir import open_checkpoint
 from tierstream.engine.weights.source import LoadPlan, load_weights, plan_load
 from tierstream.io.errors import InvariantError, ModelSourceError

@@ -17,10 +17,10 @@ import torch
 
 from tierstream.engine.measure.resident import replace_parameters
 from tierstream.engine.measure.train_bench import random_batch
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.initialise import init_weights
 from tierstream.engine.model.meta_model import build_meta_model, materialise_buffers
-from tierstream.engine.model.units import find_units
 from tierstream.engine.step.batch import Batch
 from tierstream.io import memory
 from tierstream.tools.bench.peers import Job, Turn

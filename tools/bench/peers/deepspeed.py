@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tierstream.engine.model.units import find_units
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.step.batch import Batch
 from tierstream.tools.bench.peers import Job
 from tierstream.tools.bench.peers.child import Training, build_model, loss_of, parameter_groups, serve

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.decoder import layers_of
-from tierstream.engine.model.units import find_units
 from tierstream.engine.step.batch import Batch
 from tierstream.tools.bench.peers import Job
 from tierstream.tools.bench.peers.child import Training, build_model, loss_of, parameter_groups, serve
