@@ -6,7 +6,6 @@ What can be known to be impossible is refused here, with the numbers and the rem
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -206,19 +205,12 @@ def choose_page_bytes(piece_nbytes: int, state_bytes: int, config: TiersConfig, 
     return round_up(-(-piece_nbytes // pieces), PAGE_ALIGN_BYTES)
 
 
-def fit_small_planes(page_bytes: int, plane_nbytes: Mapping[int, int]) -> int:
+def fit_small_planes(page_bytes: int, sizes: Mapping[tuple[int, bool], int]) -> int:
     """A smaller page where many planes are much smaller than that one, and each takes a whole frame: what is
-    trained of layers that are frozen but for a few vectors. Never one that costs more than its bytes.
-
-    Args:
-        plane_nbytes: bytes of a plane -> planes of this size.
+    trained of layers frozen but for few vectors. Never one that costs more than its bytes. `sizes`: Layout's.
     """
-    most = _WASTE_MAX * sum(count * nbytes for nbytes, count in plane_nbytes.items())
-
-    def wasted(page: int) -> int:
-        return sum(count * (-nbytes % page) for nbytes, count in plane_nbytes.items())
-
-    while page_bytes > _PAGE_GOOD_BYTES and wasted(page_bytes) > most:
+    most = _WASTE_MAX * sum(count * nbytes for (nbytes, _), count in sizes.items())
+    while page_bytes > _PAGE_GOOD_BYTES and sum(k * (-n % page_bytes) for (n, _), k in sizes.items()) > most:
         page_bytes = round_up(-(-page_bytes // 2), PAGE_ALIGN_BYTES)
     return page_bytes
 
@@ -396,10 +388,7 @@ def _paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_byte
     piece_nbytes = max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
     chosen = choose_page_bytes(piece_nbytes, layout.nbytes(durable=True), tiers, available_bytes)
     if tiers.page is None:
-        counts = Counter[int]()
-        for (nbytes, _), count in layout.sizes.items():
-            counts[nbytes] += count
-        chosen = fit_small_planes(chosen, counts)
+        chosen = fit_small_planes(chosen, layout.sizes)
     return Layout(chosen, layout.planes)
 
 

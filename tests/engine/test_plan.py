@@ -52,7 +52,7 @@ def test_pages_of_a_budget(dram: int, page_bytes: int) -> None:
 
 def test_pages_are_smaller_where_small_planes_would_each_take_one() -> None:
     """36 layers of 400 MB that are frozen but for their norms, which have five planes."""
-    frozen, norms = {400 << 20: 36}, {16 << 10: 36 * 5}
+    frozen, norms = {(400 << 20, True): 36}, {(16 << 10, True): 36 * 5}
     assert fit_small_planes(50 << 20, frozen) == 50 << 20
     assert fit_small_planes(50 << 20, frozen | norms) == 25 << 18
     assert fit_small_planes(50 << 20, norms) == 800 << 10
