@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from tierstream.engine.byte_size import ByteSize
+from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.planner.case import Case, case_of
 from tierstream.engine.planner.drive import DriveRates
 from tierstream.engine.planner.known import Model
@@ -15,6 +16,7 @@ from tierstream.engine.planner.needs import device_peak
 from tierstream.engine.planner.what_if import Setting
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
+from tierstream.tiered.layout import ITEM_BYTES, round_up
 
 #: So many are named.
 _NAMED = 3
@@ -78,7 +80,7 @@ def with_remedies(error: BudgetError, setting: Setting, model: Model) -> BudgetE
 
 def _that_fit(error: BudgetError, setting: Setting, model: Model) -> Iterator[str]:
     """Of each kind the first that fits."""
-    for kind in _kinds(error, setting):
+    for kind in _kinds(error, setting, model):
         named = (remedy for remedy, changed in kind if _fits(changed, model))
         yield from islice(named, 1)
 
@@ -95,7 +97,7 @@ def _fits(setting: Setting, model: Model) -> bool:
 Candidates: TypeAlias = Iterable[tuple[str, Setting]]
 
 
-def _kinds(error: BudgetError, setting: Setting) -> Iterator[Candidates]:
+def _kinds(error: BudgetError, setting: Setting, model: Model) -> Iterator[Candidates]:
     """The cheapest first: budgets and what else changes no bit, then what changes the run, then hardware."""
     config, host_bytes = setting.config, setting.machine.host_bytes
     tiers, need_bytes = config.tiers, error.need_bytes or 0
@@ -111,6 +113,7 @@ def _kinds(error: BudgetError, setting: Setting) -> Iterator[Candidates]:
     ):  # fmt: skip
         if current is not None:
             yield one(key, None)
+    yield _fewer_experts(setting, model[0])
     if tiers.activations == "gpu":
         yield one("tiers.activations", "dram")
     yield _fewer_rows_at_once(setting)
@@ -120,6 +123,15 @@ def _kinds(error: BudgetError, setting: Setting) -> Iterator[Candidates]:
     yield _fewer_rows(setting)
     yield _more_dram(setting)
     yield _larger_gpu(setting)
+
+
+def _fewer_experts(setting: Setting, units: ModelUnits) -> Candidates:
+    """On the device at once, so that fewer are computed together."""
+    sizes = [unit.numel * ITEM_BYTES[unit.dtype] for experts in units.experts for unit in experts]
+    for count in (8, 4, 2, 1) if sizes else ():
+        cache = ByteSize(round_up(count * max(sizes), _MIB))
+        if cache < (setting.config.moe.gpu_cache or cache + 1):
+            yield f"moe.gpu_cache: {cache}", setting.with_config({"moe.gpu_cache": cache})
 
 
 def _fewer_rows_at_once(setting: Setting) -> Candidates:

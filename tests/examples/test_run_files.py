@@ -12,10 +12,14 @@ from support.runs import made_up_profile, records
 
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_file import dump
+from tierstream.engine.planner.case import units_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.machines import machine_file
 from tierstream.engine.planner.outlook import look_ahead
+from tierstream.engine.planner.remedies import check_fits, with_remedies
+from tierstream.engine.planner.what_if import Setting
 from tierstream.engine.trainer import Trainer
+from tierstream.io.errors import BudgetError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 #: Models too large to run here, whose config.json lies beside them.
@@ -69,6 +73,22 @@ def test_a_run_file_says_for_whom_it_is_and_what_it_needs(run_file: Path) -> Non
     ):
         section, name = key.split(".")
         assert getattr(getattr(config, section), name) is not None, key
+
+
+@pytest.mark.parametrize("run_file", PLANNED, ids=lambda path: path.stem)
+def test_a_run_file_to_plan_fits_the_machine_that_it_names(run_file: Path) -> None:
+    config = RunConfig.from_file(run_file)
+    named = re.search(r"tierstream plan \S+ --machine (\S+)", run_file.read_text())
+    assert named is not None
+    machine = Machine.from_profile(machine_file(named[1]), config.optimizer.threads_of)
+    setting, model = Setting(config, machine), units_of(config)
+    check_fits(setting, model)
+    if config.moe.gpu_cache is None:
+        return
+    usual = setting.with_config({"moe.gpu_cache": None})
+    with pytest.raises(BudgetError) as caught:
+        check_fits(usual, model)
+    assert f"moe.gpu_cache: {config.moe.gpu_cache}" in str(with_remedies(caught.value, usual, model))
 
 
 @pytest.mark.parametrize("run_file", RUN_FILES, ids=lambda path: path.stem)
