@@ -15,9 +15,10 @@ from tierstream.io.errors import InvariantError
 
 #: Position of a use that is not on the schedule.
 NEVER = 1 << 62
-#: A page that would spill stays in place of one that is used this many times sooner. What counts is that it
-#: is far more than one: DRAM is short for as long as gradients or boundaries pile up, not until their use.
-SPILL_PATIENCE = 16
+#: A page that would spill stays in place of one that is used this many times sooner. More than two, which is
+#: what a write and a read cost per time: DRAM is short for as long as gradients or boundaries pile up, not
+#: until their use. Not far more: weights that are not written yet would be written and read in their place.
+SPILL_PATIENCE = 4
 
 Rank = tuple[int, int, int]
 

@@ -105,8 +105,13 @@ class Window:
 
     @property
     def frames_wanted(self) -> int:
-        """Upper bound of the frames that uses in the window need and do not have."""
-        return len(self._missing) + len(self._fresh)
+        """Frames to see to now: those of the window's pages that are to be read, as an upper bound, and those
+        of half of its pages that begin without content.
+
+        The latter need no frame before their use, and what is seen to early is taken from pages that might
+        have stayed: until then others are used up and leave for nothing.
+        """
+        return len(self._missing) + len(self._fresh) // 2
 
     def begin(self, schedule: Schedule, entries: Iterable[Entry]) -> None:
         """Start a step. Positions of the old one that were not consumed are forgotten."""

@@ -161,13 +161,13 @@ def test_at_equal_distance_the_clean_page_goes() -> None:
     assert candidates.best(0) is clean
 
 
-def test_a_page_spills_only_in_place_of_one_that_is_used_very_soon() -> None:
+def test_a_page_spills_only_in_place_of_one_that_is_used_soon() -> None:
     candidates: Candidates[Item] = Candidates(Lookahead())
-    gradient, weight = Item("gradient", 133, dirty=True, durable=False), Item("weight", 102)
+    gradient, weight = Item("gradient", 109, dirty=True, durable=False), Item("weight", 102)
     candidates.add(gradient)
     candidates.add(weight)
     assert candidates.best(99) is weight
-    assert candidates.best(100) is gradient, "16 times as far, and one more"
+    assert candidates.best(100) is gradient, "4 times as far, and one more"
     candidates.remove(weight)
     assert candidates.best(0) is gradient
 

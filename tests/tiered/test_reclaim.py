@@ -64,6 +64,21 @@ def test_write_back_runs_ahead_of_need_within_its_bytes() -> None:
     assert all(transfer.kind is not Kind.DEMAND for transfer in it.transfers)
 
 
+def test_frames_of_half_the_pages_that_begin_without_content_are_seen_to_ahead() -> None:
+    """The other half finds frames of what was used up by then; here nothing is."""
+    layout = layout_of(
+        ("u", "weight", "uint8", 8 * PAGE_BYTES, True), ("u", "grad", "uint8", 8 * PAGE_BYTES, False)
+    )
+    it = Bench(layout, 8, prefetch=6, writeback=8)
+    weights, grads = layout.pages("u", "weight"), layout.pages("u", "grad")
+    it.fill(weights)
+    for weight in weights:
+        it.use(weight, Intent.UPDATE, scheduled=False)
+    it.log.clear()
+    it.begin([*grads, *weights], [])
+    assert it.log == [(Kind.WRITE, index) for index in (7, 6, 5)], "half of the six in the window"
+
+
 def test_what_was_written_to_leave_does_leave() -> None:
     """A scan that changes all pages: whenever one is done with, it is the one that is used last, in place of
     victims that were chosen before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -106,12 +107,19 @@ def test_drives_move_no_less_than_the_bound(tmp_path: Path, early: bool) -> None
 
 @pytest.mark.parametrize("early", [False, True])
 def test_nothing_faster_makes_a_step_slower(tmp_path: Path, early: bool) -> None:
+    """In the mean of eight steps. Single ones differ by up to 15 % until it has settled which pages stay in
+    these hundred frames, and some take turns for good.
+    """
+
+    def step_s(machine: Machine) -> float:
+        return mean(simulate(case, machine, 12).steps_s[4:])
+
     config = config_of(tmp_path, tiny_config(layers=2), **drives(400_000))
     if early:
         config.optimizer = OptimizerConfig(clip_norm=None, check_finite=False)
     slow = replace(GPU, rates=replace(GPU.rates, update_parameters_per_s=1e6, page_s=1e-4))
     case = case_of(config, slow)
-    step_s = simulate(case, slow).step_s
+    slow_s = step_s(slow)
     (drive,) = slow.drives
     for fast in (
         replace(slow, drives=(replace(drive, read=4e6, write=2e6, read_mixed=2e6, write_mixed=1e6),)),
@@ -119,7 +127,7 @@ def test_nothing_faster_makes_a_step_slower(tmp_path: Path, early: bool) -> None
         replace(slow, rates=replace(slow.rates, update_parameters_per_s=1e7)),
         replace(slow, rates=replace(slow.rates, page_s=0.0)),
     ):
-        assert simulate(case, fast).step_s <= 1.02 * step_s
+        assert step_s(fast) <= 1.02 * slow_s
 
 
 @pytest.mark.parametrize("mode", ["dense", "lazy", "frozen"])
