@@ -105,11 +105,11 @@ class Host:
         """One step, until its verdict is known."""
         hardware, script, clock = self._hardware, self._script, self._hardware.clock
         begin_s = clock.now_s
-        following = [page for page, _ in script.steady_uses(self._idle)]
+        following = script.expected(self._idle)
         updating = self._pending or script.updates_in_backward
-        uses = following if updating else [
-            page for page, _ in script.schedules.step(script.steady_plan, updating=False, idle=self._idle)
-        ]  # fmt: skip
+        uses = following
+        if not updating:
+            uses = script.schedules.expected(script.steady_plan, updating=False, idle=self._idle)
         if self._cache is not None:
             self._cache.forget()
         hardware.store.begin_step(uses, following)
@@ -122,7 +122,7 @@ class Host:
         if self._names:
             self._idle = self._names - {name for own in self._hit.values() for name in own}
             left = script.schedules.after_forward(script.steady_plan, self._idle)
-            hardware.store.begin_step(left, [page for page, _ in script.steady_uses(self._idle)])
+            hardware.store.begin_step(left, script.expected(self._idle))
         yield from self._head()
         yield from self._backward()
         yield from self._end()

@@ -291,8 +291,7 @@ class Runtime:
             plan, pages = self._steady_plan, self._following
         else:
             plan = self.uploader.plan(self._uploads, stale=self._device_is_stale)
-            uses = self.script.schedules.step(plan, updating=pending is not None, idle=self._idle.names)
-            pages = [page for page, _ in uses]
+            pages = self.script.schedules.expected(plan, updating=pending is not None, idle=self._idle.names)
         if self.experts is not None and self._device_is_stale:
             self.experts.forget()
         self._state.load()
@@ -370,9 +369,9 @@ class Runtime:
         self._idle.absent(unit, self._unconditional if self._config.updates_in_backward else None)
 
     def _follow_idle(self) -> None:
-        """Those who were idle in the latest step are expected to be so in the steps that come."""
+        """What is expected of the steps that come follows from who was idle in the latest."""
         if self._idle.names != self._idle_in_following:
-            self._following = [page for page, _ in self.script.steady_uses(self._idle.names)]
+            self._following = self.script.expected(self._idle.names)
             self._idle_in_following = set(self._idle.names)
 
     def _routed(self, plan: StepPlan, idle: Sequence[str]) -> None:

@@ -44,13 +44,20 @@ class Schedules:
         self._by_name = {unit.name: unit for unit in units.in_forward_order}
 
     def step(
-        self, plan: StepPlan, *, updating: bool, idle: Collection[str], first: int = 0
+        self,
+        plan: StepPlan,
+        *,
+        updating: bool,
+        idle: Collection[str],
+        absent: Collection[str],
+        first: int = 0,
     ) -> list[tuple[Page, Intent]]:
         """A step.
 
         Args:
             updating: the update of the step before is carried out in forward.
-            idle: experts that had no tokens in the step before, and are expected to have none.
+            idle: experts that had no tokens in the step before.
+            absent: experts that have none in this one.
             first: use of device bytes from which on it is listed.
         """
         made: list[tuple[Page, Intent]] = []
@@ -70,7 +77,7 @@ class Schedules:
             made += _all(plan.pages(self._layout, index), Intent.READ)
             if use.layer is None:
                 if use.kind == "head" and self._by_name[use.unit] in self._units.end:
-                    made += self._gradient(self._by_name[use.unit], idle)
+                    made += self._gradient(self._by_name[use.unit], absent)
                 continue
             if _goes_on(use, next_use):
                 continue
@@ -78,20 +85,35 @@ class Schedules:
                 made += _all(self._layout.pages(activation_unit(use.layer), "activation"), Intent.OVERWRITE)
             for expert in self._units.experts[use.layer]:
                 add_update(expert)
-                made += self._expert(expert, idle)
+                made += self._expert(expert, absent)
                 if use.kind == "backward":
-                    made += self._gradient(expert, idle)
+                    made += self._gradient(expert, absent)
             if use.kind == "backward":
                 for unit in (self._units.layers[use.layer], *self._units.beside[use.layer]):
-                    made += self._gradient(unit, idle)
+                    made += self._gradient(unit, absent)
         units = self._units
         ends = (*reversed(units.tables), units.embed, *units.around)
-        return made + [use for unit in ends for use in self._gradient(unit, idle)]
+        return made + [use for unit in ends for use in self._gradient(unit, absent)]
 
-    def after_forward(self, plan: StepPlan, idle: Collection[str]) -> list[Page]:
-        """Pages of what is left of a step once its layers have run. `idle`: experts without tokens."""
+    def expected(self, plan: StepPlan, *, updating: bool, idle: Collection[str]) -> list[Page]:
+        """Pages of a step of which it is not known yet who has tokens.
+
+        Where the updates bring the weights of all experts in forward, all are expected to have some: one that
+        has none after all costs next to nothing, one that was not expected leaves DRAM before backward.
+        Elsewhere those are that had some in the step before.
+
+        Args:
+            updating, idle: see `step`.
+        """
+        all_come = self._mode == "dense" and not self._updates_in_backward
+        uses = self.step(plan, updating=updating, idle=idle, absent=() if all_come else idle)
+        return [page for page, _ in uses]
+
+    def after_forward(self, plan: StepPlan, absent: Collection[str]) -> list[Page]:
+        """Pages of what is left of a step once its layers have run. `absent`: experts without tokens."""
         first = next(index for index, use in enumerate(self._uses) if use.kind == "head")
-        return [page for page, _ in self.step(plan, updating=False, idle=idle, first=first)]
+        uses = self.step(plan, updating=False, idle=absent, absent=absent, first=first)
+        return [page for page, _ in uses]
 
     def forward(self, plan: StepPlan, wanted: Collection[str]) -> list[Page]:
         """A pass forward; all are read. `wanted`: experts that are expected to have tokens."""

@@ -58,9 +58,15 @@ class StepScript:
         """Page uses of a step in steady state, in order.
 
         Args:
-            idle: experts that are expected to have no tokens.
+            idle: experts that have no tokens.
         """
-        return self.schedules.step(self.steady_plan, updating=not self.updates_in_backward, idle=idle)
+        updating = not self.updates_in_backward
+        return self.schedules.step(self.steady_plan, updating=updating, idle=idle, absent=idle)
+
+    def expected(self, idle: Collection[str]) -> list[Page]:
+        """Pages of the steps that follow one with these idle experts; see `Schedules.expected`."""
+        updating = not self.updates_in_backward
+        return self.schedules.expected(self.steady_plan, updating=updating, idle=idle)
 
 
 def _upload(use: Use, group_of: Mapping[str, str]) -> Upload:
