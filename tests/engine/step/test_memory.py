@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.allocations import peak_bytes
 from support.families import moe_config
-from support.rig import Setup, batches, rig, tiny_config
+from support.rig import HIDDEN, Setup, batches, rig, tiny_config
 
 ROWS, SEQ_LEN = 8, 128
 
@@ -30,4 +30,5 @@ def test_a_layer_leaves_nothing_behind_but_where_its_tokens_went(family: str, ch
             return peak_bytes(lambda: run.train([batch]))
 
     kept = torch.get_rng_state().nbytes + ROUTING_BYTES * choices * ROWS * SEQ_LEN
-    assert taken(6) - taken(2) <= 4 * kept
+    on_its_way = ROWS * SEQ_LEN * HIDDEN * 2  # the input of a layer, to DRAM, or there already
+    assert taken(6) - taken(2) <= 4 * kept + on_its_way
