@@ -13,8 +13,8 @@ from support.rig import HIDDEN, Setup, batches, rig, tiny_config
 ROWS, SEQ_LEN = 8, 128
 
 
-#: Of a layer with experts, for each token and choice: two indices and one that is on its way.
-ROUTING_BYTES = 3 * 8
+#: Of a layer with experts, for each token and choice: what its routers chose, and the order of the pairs.
+ROUTING_BYTES = 2 * 8
 
 
 @pytest.mark.parametrize(("family", "choices"), [("qwen3", 0), ("olmoe", 2)])
@@ -30,5 +30,6 @@ def test_a_layer_leaves_nothing_behind_but_where_its_tokens_went(family: str, ch
             return peak_bytes(lambda: run.train([batch]))
 
     kept = torch.get_rng_state().nbytes + ROUTING_BYTES * choices * ROWS * SEQ_LEN
-    on_its_way = ROWS * SEQ_LEN * HIDDEN * 2  # the input of a layer, to DRAM, or there already
-    assert taken(6) - taken(2) <= 4 * kept + on_its_way
+    # Inputs of layers on their way to DRAM, or there already: threads are not always as fast.
+    on_their_way = 3 * ROWS * SEQ_LEN * HIDDEN * 2
+    assert taken(10) - taken(2) <= 8 * kept + on_their_way
