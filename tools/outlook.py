@@ -61,7 +61,7 @@ def _peaks(outlook: Outlook) -> str:
     return (
         f"{host}\n"
         f"GPU peak about {format_bytes(peak.nbytes)} of {format_bytes(outlook.device_bytes)}: "
-        f"buffers {format_bytes(peak.buffers_bytes)}, and beside them {format_bytes(peak.head_bytes)} for "
+        f"buffers {format_bytes(peak.buffers_bytes)}, and beside them {format_bytes(peak.loss_bytes)} for "
         f"the loss or about {format_bytes(peak.layer_bytes)} for the largest layer"
     )
 

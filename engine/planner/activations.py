@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tierstream.engine.device.memory import expert_group
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan_tiers import logit_nbytes
 from tierstream.engine.planner.case import Case
@@ -40,14 +39,21 @@ _ROUTING = 3 * 8
 _ROUNDED_UP = 1.04
 
 
-def head_bytes(case: Case) -> int:
-    """Of a chunk of the loss: exactly its logits and what is made of them; and hidden states."""
-    train, width = case.config.train, case.units.anatomy.boundary_width
-    all_tokens, item = case.plan.tokens_per_step, ITEM_BYTES[case.units.embed.dtype]
-    tokens = min(all_tokens, train.loss_chunk(case.vocabulary))
+def logits_bytes(case: Case) -> int:
+    """Of a chunk of the loss."""
+    train = case.config.train
     fused = ITEM_BYTES[case.units.head.dtype] if train.kernels == "liger" else None
-    logits = tokens * case.vocabulary * logit_nbytes(train.z_loss_coef, fused)
-    return logits + int(item * width * (2 * all_tokens + _OF_HEAD * tokens))
+    return _loss_tokens(case) * case.vocabulary * logit_nbytes(train.z_loss_coef, fused)
+
+
+def head_bytes(case: Case) -> int:
+    """Of hidden states, beside the logits of a chunk of the loss."""
+    item, width = ITEM_BYTES[case.units.embed.dtype], case.units.anatomy.boundary_width
+    return int(item * width * (2 * case.plan.tokens_per_step + _OF_HEAD * _loss_tokens(case)))
+
+
+def _loss_tokens(case: Case) -> int:
+    return min(case.plan.tokens_per_step, case.config.train.loss_chunk(case.vocabulary))
 
 
 def layer_bytes(case: Case) -> int:
@@ -112,10 +118,7 @@ def _group(case: Case, index: int, pairs: int) -> float:
     Args:
         pairs: (token, choice) pairs of the layer.
     """
-    assert case.plan.device.expert_slots is not None
-    experts, width = case.units.experts[index], case.units.anatomy.boundary_width
-    on_cpu = case.config.train.device == "cpu"
-    group = 1 if on_cpu else expert_group(case.plan.device.expert_slots[0])
+    experts, width, group = case.units.experts[index], case.units.anatomy.boundary_width, case.expert_group
     rows = min(pairs, pairs / len(experts) * (group + (_BUSIEST - 1) / group))
     numel = experts[0].numel
     return rows * (_GROUP_OUTER * width + _GROUP_INNER * numel / (3 * width)) + 2 * group * numel

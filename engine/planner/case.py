@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tierstream.engine.config import RunConfig
+from tierstream.engine.device.memory import expert_group
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan import Plan
 from tierstream.engine.plan_on import plan_on
@@ -36,6 +37,12 @@ class Case:
     plan: Plan
     vocabulary: int
     grain: int = 1
+
+    @property
+    def expert_group(self) -> int:
+        """Experts that are computed together; a GPU is taken for one that multiplies groups."""
+        slots, on_gpu = self.plan.device.expert_slots, self.config.train.device != "cpu"
+        return expert_group(slots[0]) if slots is not None and on_gpu else 1
 
     @cached_property
     def script(self) -> StepScript:

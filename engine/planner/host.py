@@ -90,7 +90,7 @@ class Host:
         self._uploads = Uploads(hardware, case.layout, self._gate)
         slots = case.plan.device.expert_slots
         self._cache = None if slots is None else ExpertUploads(
-            hardware, case.layout, self._gate, slots[0], self._is_behind
+            hardware, case.layout, self._gate, slots[0], case.expert_group, self._is_behind
         )  # fmt: skip
         self._room = Credits(hardware.clock, WAITING_TENSORS)
         self._stored: dict[str, Moment] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tierstream.engine.device.memory import IN_FLIGHT_PAGES, expert_group
+from tierstream.engine.device.memory import IN_FLIGHT_PAGES
 from tierstream.engine.device.upload import StepPlan
 from tierstream.engine.moe.slots import ExpertSlots
 from tierstream.engine.planner.clock import Changes, Credits, Lane, Moment, Steps
@@ -129,11 +129,17 @@ class ExpertUploads:
     """The experts' uploader."""
 
     def __init__(
-        self, hardware: Hardware, layout: Layout, gate: Gate, slots: int, is_behind: Callable[[str], bool]
+        self,
+        hardware: Hardware,
+        layout: Layout,
+        gate: Gate,
+        slots: int,
+        group: int,
+        is_behind: Callable[[str], bool],
     ) -> None:
         self._hardware = hardware
         self._copies = PageCopies(hardware, layout, gate, Track.EXPERT_UPLOADER, Track.EXPERTS)
-        self.group = 1 if hardware.in_host else expert_group(slots)
+        self.group = group
         self.slots = ExpertSlots([_Times() for _ in range(slots)], is_behind)
         self._changes = Changes(hardware.clock, hardware.rates.wake_s)
         hardware.clock.start(self._run())

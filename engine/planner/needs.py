@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP
 from tierstream.engine.plan_tiers import extras_nbytes
-from tierstream.engine.planner.activations import head_bytes, layer_bytes
+from tierstream.engine.planner.activations import head_bytes, layer_bytes, logits_bytes
 from tierstream.engine.planner.case import Case
 from tierstream.tiered.layout import round_up
 
@@ -20,9 +20,10 @@ class Peak:
 
     buffers_bytes: int
     """Exact: slots, gradient sums, units that stay, pages that pass through."""
+    logits_bytes: int
+    """Exact: logits of one chunk of the loss, and what is made of them; gone before the layers' backward."""
     head_bytes: int
-    """Logits of one chunk of the loss, what is made of them, and hidden states; gone before the layers'
-    backward."""
+    """An estimate: hidden states beside these logits."""
     layer_bytes: int
     """An estimate: what the largest layer keeps for its backward, its gradients, and the inputs and outputs
     of layers that are there then."""
@@ -31,14 +32,19 @@ class Peak:
     """Exact: what layers are given beside the hidden states, with its gradients."""
 
     @property
+    def loss_bytes(self) -> int:
+        return self.logits_bytes + self.head_bytes
+
+    @property
     def nbytes(self) -> int:
         """All of it: head and layers take turns."""
-        return self.buffers_bytes + self.extras_bytes + max(self.head_bytes, self.layer_bytes)
+        return self.buffers_bytes + self.extras_bytes + max(self.loss_bytes, self.layer_bytes)
 
 
 def device_peak(case: Case) -> Peak:
     return Peak(
         buffers_bytes=case.plan.gpu_bytes,
+        logits_bytes=logits_bytes(case),
         head_bytes=head_bytes(case),
         layer_bytes=layer_bytes(case),
         extras_bytes=extras_nbytes(case.units, case.plan),

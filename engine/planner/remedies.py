@@ -39,7 +39,7 @@ def check_fits(setting: Setting, model: Model) -> Case:
     if machine.gpu_bytes is not None and peak.nbytes > machine.gpu_bytes:
         raise BudgetError(
             f"the GPU needs about {format_bytes(peak.nbytes)} at its peak (buffers of "
-            f"{format_bytes(peak.buffers_bytes)}, beside them {format_bytes(peak.head_bytes)} for the "
+            f"{format_bytes(peak.buffers_bytes)}, beside them {format_bytes(peak.loss_bytes)} for the "
             f"loss or about {format_bytes(peak.layer_bytes)} for a layer), and it has "
             f"{format_bytes(machine.gpu_bytes)}; lower train.rows_per_chunk, train.rows_per_step or "
             "tiers.gpu",
@@ -128,9 +128,10 @@ def _kinds(error: BudgetError, setting: Setting, model: Model) -> Iterator[Candi
 def _fewer_experts(setting: Setting, units: ModelUnits) -> Candidates:
     """On the device at once, so that fewer are computed together."""
     sizes = [unit.numel * ITEM_BYTES[unit.dtype] for experts in units.experts for unit in experts]
+    now = setting.config.moe.gpu_cache
     for count in (8, 4, 2, 1) if sizes else ():
         cache = ByteSize(round_up(count * max(sizes), _MIB))
-        if cache < (setting.config.moe.gpu_cache or cache + 1):
+        if now is None or cache < now:
             yield f"moe.gpu_cache: {cache}", setting.with_config({"moe.gpu_cache": cache})
 
 

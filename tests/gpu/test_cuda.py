@@ -22,14 +22,6 @@ from tierstream.engine.update.optimizer import OptimizerConfig
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def setup(**other: object) -> Setup:
     config = tiny_config(
         "qwen3", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64, layers=5

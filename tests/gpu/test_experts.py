@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.families import moe_config
 from support.rig import PlainTraining, Setup, batches, on_device, rig, same_bits
 
-from tierstream.engine.device.device import Device
 from tierstream.engine.update.optimizer import OptimizerConfig
 
 pytestmark = pytest.mark.gpu
 
 FAMILIES = ["olmoe", "qwen3_moe", "gpt_oss"]
-
-
-@pytest.fixture(autouse=True)
-def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def setup(family: str, dtype: str = "bfloat16") -> Setup:
@@ -68,7 +57,6 @@ def test_gradients_are_those_of_transformers(family: str) -> None:
     with rig(made) as run:
         outcome = run.train([batch])[0]
         found = run.tensors("grad")
-    assert Device("cuda").multiplies_groups == (torch.cuda.get_device_capability() >= (9, 0))
     assert outcome.loss == pytest.approx(summed.item() / batch.trained_tokens, rel=1e-4)
     for name, parameter in model.named_parameters():
         expected = parameter.grad.float().cpu()

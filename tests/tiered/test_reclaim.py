@@ -8,13 +8,18 @@ from support.stores import PAGE_BYTES, Frame, layout_of
 
 from tierstream.tiered.cache import Kind
 from tierstream.tiered.frames import State
+from tierstream.tiered.layout import Layout
 from tierstream.tiered.lease import Intent
 
 
+def weights_and_gradients(pages: int) -> Layout:
+    """Of one unit, so many pages each."""
+    nbytes = pages * PAGE_BYTES
+    return layout_of(("u", "weight", "uint8", nbytes, True), ("u", "grad", "uint8", nbytes, False))
+
+
 def test_what_fits_is_never_written() -> None:
-    layout = layout_of(
-        ("u", "weight", "uint8", 4 * PAGE_BYTES, True), ("u", "grad", "uint8", 4 * PAGE_BYTES, False)
-    )
+    layout = weights_and_gradients(4)
     it = Bench(layout, 8, prefetch=4, writeback=4)
     weights, grads = layout.pages("u", "weight"), layout.pages("u", "grad")
     step = [*grads, *(page for pair in zip(grads, weights, strict=True) for page in pair)]
@@ -31,9 +36,7 @@ def test_what_fits_is_never_written() -> None:
 
 def test_gradients_that_are_used_up_in_time_never_touch_nvme() -> None:
     """Weights do not fit and are streamed; gradients are consumed before they would have to go."""
-    layout = layout_of(
-        ("u", "weight", "uint8", 12 * PAGE_BYTES, True), ("u", "grad", "uint8", 12 * PAGE_BYTES, False)
-    )
+    layout = weights_and_gradients(12)
     it = Bench(layout, 4, prefetch=2, writeback=2)
     weights, grads = layout.pages("u", "weight"), layout.pages("u", "grad")
     it.fill(weights)
@@ -66,9 +69,7 @@ def test_write_back_runs_ahead_of_need_within_its_bytes() -> None:
 
 def test_frames_of_half_the_pages_that_begin_without_content_are_seen_to_ahead() -> None:
     """The other half finds frames of what was used up by then; here nothing is."""
-    layout = layout_of(
-        ("u", "weight", "uint8", 8 * PAGE_BYTES, True), ("u", "grad", "uint8", 8 * PAGE_BYTES, False)
-    )
+    layout = weights_and_gradients(8)
     it = Bench(layout, 8, prefetch=6, writeback=8)
     weights, grads = layout.pages("u", "weight"), layout.pages("u", "grad")
     it.fill(weights)
@@ -96,9 +97,7 @@ def test_what_was_written_to_leave_does_leave() -> None:
 
 def test_gradients_stay_in_place_of_weights_that_are_used_sooner() -> None:
     """With the fewest reads, those of the last weights would be written, and read again."""
-    layout = layout_of(
-        ("u", "weight", "uint8", 12 * PAGE_BYTES, True), ("u", "grad", "uint8", 12 * PAGE_BYTES, False)
-    )
+    layout = weights_and_gradients(12)
     it = Bench(layout, 14, prefetch=1)
     weights, grads = layout.pages("u", "weight"), layout.pages("u", "grad")
     it.fill(weights)
