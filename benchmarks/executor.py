@@ -21,12 +21,14 @@ from pathlib import Path
 _FUSED = ("--kernels", "liger", "--deterministic", "false")
 #: Kernels that give the same bits every time, and every loss compared with what fits on the device.
 _CHECKED = ("--kernels", "liger", "--check", "true")
+_FREE = ("--clip-norm", "null", "--check-finite", "false")
 _CLIPPED_AND_FREE = ("--clip-norm", "1.0", "null", "--check-finite", "false")
 _32K_TOKENS = ("--rows", "32", "--seq-len", "1024", "--grad-dtype", "bfloat16")
 _3B, _7B = (("--shape", shape, *_32K_TOKENS) for shape in ("qwen2.5-3b", "qwen2.5-7b"))
 _RESIDENT = ("--baseline", "resident")
 _SHORT = ("--steps", "2", "--rounds", "3")
 _ONE_BY_ONE = ("--steps", "1", "--rounds", "3")
+_ONCE = ("--steps", "1", "--rounds", "1")
 #: Name -> options of `tierstream bench train`; {nvme} is the directory that was given.
 RUNS: Mapping[str, Sequence[str]] = {
     # All state in DRAM, layer inputs too, in as little of the GPU as it takes; then with more of it.
@@ -38,7 +40,7 @@ RUNS: Mapping[str, Sequence[str]] = {
         *_ONE_BY_ONE,
     ),
     "7b": (
-        *_7B, "--rows-per-chunk", "16", *_FUSED, "--clip-norm", "null", "--check-finite", "false", *_RESIDENT,
+        *_7B, "--rows-per-chunk", "16", *_FUSED, *_FREE, *_RESIDENT,
         *_SHORT, "--dram", "112GiB", "--gpu", "48GiB",
     ),
     "7b-clipped": (
@@ -49,11 +51,25 @@ RUNS: Mapping[str, Sequence[str]] = {
         *_3B, *_FUSED, "--gpu", "null", "30GiB", "--baseline", "deepspeed-cpu", "--turns", "blocks", *_SHORT,
     ),
     "3b-fsdp2-offload": (*_3B, *_FUSED, "--baseline", "fsdp2-offload", "--turns", "blocks", *_SHORT),
+    # DeepSpeed's steps on the drive take as long with clipping as without.
     "3b-12gib-dram": (
-        *_3B, *_FUSED, "--dram", "12GiB", "--nvme-dirs", "{nvme}", "--baseline", "deepspeed-nvme",
+        *_3B, *_FUSED, *_FREE, "--dram", "12GiB", "--nvme-dirs", "{nvme}", "--baseline", "deepspeed-nvme",
         "--peer-nvme-dir", "{nvme}", "--turns", "blocks", *_ONE_BY_ONE,
     ),
+    "3b-12gib-dram-clipped": (*_3B, *_CHECKED, "--dram", "12GiB", "--nvme-dirs", "{nvme}", *_ONE_BY_ONE),
     "3b-6gib-dram": (*_3B, *_CHECKED, "--dram", "6GiB", "--nvme-dirs", "{nvme}", *_ONE_BY_ONE),
+    # Losses alone: a step of each kind, beside the same steps with all that fits on the device.
+    "3b-131k-tokens-checked": (
+        *_3B, "--rows", "128", "--rows-per-chunk", "16", *_CHECKED, *_CLIPPED_AND_FREE, *_ONCE,
+    ),
+    "3b-gpu-30gib-checked": (*_3B, *_CHECKED, *_CLIPPED_AND_FREE, "--gpu", "30GiB", *_ONCE),
+    "7b-checked": (
+        *_7B, "--rows-per-chunk", "16", *_CHECKED, *_CLIPPED_AND_FREE, "--dram", "112GiB", "--gpu", "48GiB",
+        *_ONCE,
+    ),
+    "3b-12gib-dram-checked": (
+        *_3B, *_CHECKED, *_FREE, "--dram", "12GiB", "--nvme-dirs", "{nvme}", *_ONCE,
+    ),
     # Two layers of 128 experts, 91 GB of state: single experts, and whole layers in the same run.
     "gpt-oss-2-layers": (
         "--shape", "gpt-oss-120b", "--layers", "2", *_32K_TOKENS, "--deterministic", "false",

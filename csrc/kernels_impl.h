@@ -111,6 +111,10 @@ struct Fp32Master {
 // multiply-add, addcdiv_ does not. Two differences remain, both on torch's side. Its sqrt is MKL's, which is
 // off by up to 1 ulp in about one element of six where ours is correctly rounded; and the last few elements
 // of a torch tensor take a loop without fma.
+//
+// All loads come before all stores: planes begin at page borders, so an element's addresses agree in their
+// lowest 12 bits, and a processor of Intel's lets a load wait for an earlier store that agrees in these, until
+// the store retires, which here is behind the divisions of the elements before.
 template <class V, class Master, class Grad>
 std::size_t adamw_steps(const AdamwArrays& a, const AdamwScalars& s, std::size_t i, std::size_t end) {
     const auto grad_scale = V::set(s.grad_scale), decay = V::set(s.decay), lerp = V::set(s.lerp_coefficient);
@@ -122,16 +126,17 @@ std::size_t adamw_steps(const AdamwArrays& a, const AdamwScalars& s, std::size_t
         Grad::prefetch(a.grad, i + prefetch_ahead);
         __builtin_prefetch(a.exp_avg + i + prefetch_ahead);
         __builtin_prefetch(a.exp_avg_sq + i + prefetch_ahead);
-        const auto grad = V::mul(Grad::template load<V>(a.grad, i), grad_scale);
+        const auto loaded_grad = Grad::template load<V>(a.grad, i);
+        const auto param = Master::template load<V>(a, i);
+        const auto old_avg = V::load(a.exp_avg + i), old_avg_sq = V::load(a.exp_avg_sq + i);
+        const auto grad = V::mul(loaded_grad, grad_scale);
         // param.mul_(1 - lr * weight_decay)
-        const auto decayed = V::mul(Master::template load<V>(a, i), decay);
+        const auto decayed = V::mul(param, decay);
         // exp_avg.lerp_(grad, 1 - beta1)
-        const auto old_avg = V::load(a.exp_avg + i);
         const auto avg = V::fma(lerp, V::sub(grad, old_avg), s.lerp_from_grad ? grad : old_avg);
         V::store(a.exp_avg + i, avg);
         // exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        const auto scaled_sq = V::mul(V::load(a.exp_avg_sq + i), beta2);
-        const auto avg_sq = V::fma(V::mul(one_minus_beta2, grad), grad, scaled_sq);
+        const auto avg_sq = V::fma(V::mul(one_minus_beta2, grad), grad, V::mul(old_avg_sq, beta2));
         V::store(a.exp_avg_sq + i, avg_sq);
         // denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)
         const auto denom = V::add(V::div(V::sqrt(avg_sq), correction), eps);

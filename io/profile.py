@@ -26,8 +26,8 @@ THREADS_MAX = 1024
 _QUICK_FILE_BYTES = 64 << 20
 #: Requests under way in a quick measurement: enough for any drive, and 32 MiB of memory.
 _QUICK_QUEUE_DEPTH = 8
-#: A drive with less free space than this is not measured: the state comes first.
-_SPARE_BYTES = 4 * _QUICK_FILE_BYTES
+#: A drive with less free space than so many of the file is not measured: the state comes first.
+_SPARE_FILES = 4
 _Section = TypeVar("_Section")
 
 
@@ -145,9 +145,15 @@ def drive_identity(directory: PathLike) -> tuple[str, str]:
         return f"{os.major(number)}:{os.minor(number)}", mounts.filesystem_of(name)
 
 
-def measure_drive(directory: PathLike, backend: BackendKind, tuning: Tuning) -> DriveProfile | None:
-    """Measures the drive of an existing directory in a second or two, as `tuning` works on it; the best of a
-    few runs counts, since other users of a drive only ever slow it down.
+def measure_drive(
+    directory: PathLike, backend: BackendKind, tuning: Tuning, *, amount_bytes: int = _QUICK_FILE_BYTES
+) -> DriveProfile | None:
+    """Measures the drive of an existing directory, as `tuning` works on it; the best of a few runs counts,
+    since other users of a drive only ever slow it down.
+
+    Args:
+        amount_bytes: read, written, and moved both ways in one run, in a file of that size. What is left out
+            takes a second or two, in which some drives give more than they can keep up.
 
     Returns:
         None where too little space is free.
@@ -157,14 +163,14 @@ def measure_drive(directory: PathLike, backend: BackendKind, tuning: Tuning) -> 
     """
     name = os.fspath(directory)
     usage = seam.current().statvfs(name)
-    if usage.f_bavail * usage.f_frsize < _SPARE_BYTES:
+    if usage.f_bavail * usage.f_frsize < _SPARE_FILES * amount_bytes:
         return None
     device, filesystem = drive_identity(name)
     quick = replace(tuning, queue_depth=min(tuning.queue_depth, _QUICK_QUEUE_DEPTH))
     with ScratchFolder(name) as folder:
-        target = DriveTarget([folder.new_file("file", _QUICK_FILE_BYTES)], _QUICK_FILE_BYTES)
+        target = DriveTarget([folder.new_file("file", amount_bytes)], amount_bytes)
         settings = [Setting(access=access, tuning=quick, backend=backend) for access in ACCESSES]
-        found = measure([target.case(each, _QUICK_FILE_BYTES) for each in settings], rounds=2)
+        found = measure([target.case(each, amount_bytes) for each in settings], rounds=2)
     read, write, mixed = (max(measurement.rates) for measurement in found)
     return DriveProfile(
         directory=os.path.abspath(name), device=device, filesystem=filesystem, backend=backend, tuning=tuning,

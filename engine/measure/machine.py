@@ -5,8 +5,9 @@ measured now where it does not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
@@ -16,13 +17,16 @@ from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, ste
 from tierstream.engine.plan import TiersConfig
 from tierstream.io import probes
 from tierstream.io.backend import DEFAULT_QUEUE_DEPTH, DEFAULT_TASK_BYTES, DEFAULT_THREADS, resolve_backend
-from tierstream.io.drive_rates import Tuning
+from tierstream.io.drive_rates import ACCESSES, Tuning
 from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive
 from tierstream.io.throttle import Limits
 
 DEFAULT_TUNING = Tuning(
     threads=DEFAULT_THREADS, task_bytes=DEFAULT_TASK_BYTES, queue_depth=DEFAULT_QUEUE_DEPTH
 )
+#: How long `drives_now` reads, writes, and does both, each three times, in a file of as many bytes.
+_AMOUNT_S = 0.5
+_FILE_STEP_BYTES, _FILE_BYTES_MAX = 64 << 20, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +83,42 @@ def known_drives(tiers: TiersConfig, profile: MachineProfile) -> list[KnownDrive
     backend = resolve_backend(tiers.backend)
     if profile.cpu != probes.cpu_model():  # device numbers mean something else on another machine
         profile = MachineProfile()
+    fallback = _tuning(tiers, DEFAULT_TUNING)
+
+    def rates_of(directory: str) -> DriveProfile | None:
+        return profile.drive_for(directory, backend) or measure_drive(directory, backend, fallback)
+
+    return _drives(tiers, rates_of)
+
+
+def drives_now(tiers: TiersConfig, known: Sequence[KnownDrive]) -> list[KnownDrive]:
+    """The drives of `known_drives` as they are now, each measured for some five seconds.
+
+    Raises:
+        StorageError: a drive fails.
+    """
+    backend = resolve_backend(tiers.backend)
+    before = dict(zip(tiers.nvme_dirs or [], known, strict=True))
+
+    def rates_of(directory: str) -> DriveProfile | None:
+        own = before[directory]
+        if own.rates is None:
+            return None
+        amount = int(own.rates.mixed * _AMOUNT_S) // _FILE_STEP_BYTES * _FILE_STEP_BYTES
+        amount = min(max(amount, _FILE_STEP_BYTES), _FILE_BYTES_MAX)
+        return measure_drive(directory, backend, own.tuning, amount_bytes=amount)
+
+    return _drives(tiers, rates_of)
+
+
+def _drives(tiers: TiersConfig, rates_of: Callable[[str], DriveProfile | None]) -> list[KnownDrive]:
+    """`rates_of` is asked for one directory of each drive."""
     directories = tiers.nvme_dirs or []
     devices = [drive_identity(directory)[0] for directory in directories]
     found: dict[str, DriveProfile | None] = {}
     for directory, device in zip(directories, devices, strict=True):
         if device not in found:
-            fallback = _tuning(tiers, DEFAULT_TUNING)
-            found[device] = profile.drive_for(directory, backend) or measure_drive(
-                directory, backend, fallback
-            )
+            found[device] = rates_of(directory)
     users = Counter(devices)
     rates = [found[device] for device in devices]
     if (limits := tiers.throttle.limits) is not None:
@@ -138,16 +169,33 @@ def machine_rates(
     compute = profile.compute.get(compute_key(device, dtype)) if same_device else None
     update = profile.update.get(str(threads)) if same_cpu else None
     upload = profile.copy.get("upload") if same_device and device.is_cuda else None
-    read, write, mixed = _together(drives)
-    return Rates(
+    rates = Rates(
         flop_per_s=compute or compute_rates.matmul_rate(device, dtype),
         upload=(upload or copy_rates.upload_rate(device)) if device.is_cuda else None,
         update_parameters_per_s=update or adam_rates.update_rate(threads),
-        nvme_read=read,
-        nvme_write=write,
-        nvme_read_mixed=mixed and mixed / 2,
-        nvme_write_mixed=mixed and mixed / 2,
     )
+    return with_drives(rates, drives)
+
+
+def mean_drives(times: Sequence[Sequence[KnownDrive]]) -> list[KnownDrive]:
+    """The same drives at several times, with the means of their rates."""
+    return [_mean_drive(same) for same in zip(*times, strict=True)]
+
+
+def _mean_drive(times: Sequence[KnownDrive]) -> KnownDrive:
+    found = [each.rates for each in times]
+    rates = [each for each in found if each is not None]
+    if len(rates) < len(found):
+        return replace(times[-1], rates=None)
+    means = {kind: fmean(getattr(each, kind) for each in rates) for kind in ACCESSES}
+    return replace(times[-1], rates=replace(rates[-1], **means))
+
+
+def with_drives(rates: Rates, drives: Sequence[KnownDrive]) -> Rates:
+    """With what these drives give side by side."""
+    read, write, mixed = _together(drives)
+    each = mixed and mixed / 2
+    return replace(rates, nvme_read=read, nvme_write=write, nvme_read_mixed=each, nvme_write_mixed=each)
 
 
 def with_step_rates(rates: Rates, profile: MachineProfile, device: Device) -> Rates:

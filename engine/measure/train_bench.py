@@ -8,6 +8,7 @@ device (`resident_losses`), and a state that fills the machine is needed once on
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device.device import Device
 from tierstream.engine.interpreter import undisturbed
-from tierstream.engine.measure.machine import KnownDrive
+from tierstream.engine.measure.machine import KnownDrive, drives_now
 from tierstream.engine.measure.resident import ResidentModel
 from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.model.meta_model import materialise_buffers
@@ -42,6 +43,8 @@ from tierstream.tiered.layout import Layout
 
 #: A device budget that holds every layer.
 EVERYTHING = ByteSize(1 << 50)
+#: Nothing has moved to or from the drives for so long: nothing will before the next step.
+_STILL_S = 0.3
 _Result = TypeVar("_Result")
 
 
@@ -260,6 +263,19 @@ class TieredBench:
         outcome = case.runtime.step(self._batch)
         self.history.append((case.setting, outcome.loss))
         return outcome.verdict.grad_norm
+
+    def drives_now(self, known: Sequence[KnownDrive]) -> list[KnownDrive]:
+        """See `machine.drives_now`; between steps, when the store has done ahead of the next one what it can."""
+        if not known:
+            return []
+        runtime, last, still_since = self.cases[0].runtime, (0, 0), time.monotonic()
+        while time.monotonic() < still_since + _STILL_S:
+            traffic = runtime.traffic()
+            moved = (traffic.bytes_read["nvme"], traffic.bytes_written["nvme"])
+            if moved != last:
+                last, still_since = moved, time.monotonic()
+            time.sleep(_STILL_S / 10)
+        return drives_now(self.config.tiers, known)
 
     def bound(self, case: TieredCase, rates: Rates) -> Bound:
         """The least time that one of its steps can take here."""

@@ -72,12 +72,14 @@ def main(args: Sequence[str]) -> int:
         bench = _Bench.prepare(options, options.run_config(folder, options.nvme_dirs))
         interrupted = bench.measure_all()
     from tierstream.engine.measure.machine_facts import describe_machine
-    from tierstream.tools.bench.training import NOTES, details, peer_details, plots
+    from tierstream.tools.bench.training import NOTES, details, drive_details, peer_details, plots
 
     command = shlex.split(_PROG) + list(args)
     measurements = [case.measurement for case in bench.measured]
     notes = [*bench.notes, *NOTES]
     made = details(bench.measured, options.rows * options.seq_len)
+    if bench.drives:
+        made.append(drive_details(bench.drives))
     if bench.peers:
         made.append(peer_details(bench.peers))
     result = Result("train", _title(options), command, describe_machine(), measurements, notes, details=made)
@@ -98,6 +100,7 @@ class _Bench:
     batch: Batch
     measured: list[MeasuredCase] = field(default_factory=list)
     peers: list[Row] = field(default_factory=list)
+    drives: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     traces: list[TracedCase] = field(default_factory=list)
     good: bool = True
@@ -162,9 +165,10 @@ class _Bench:
         self, layers: int, peers: Sequence[PeerCase], *, resident: bool
     ) -> list[tuple[Setting, float]]:
         """Ours and these peers, in turn. Returns the setting and the loss of every step from the tiers."""
+        from tierstream.engine.measure.machine import mean_drives, with_drives
         from tierstream.engine.measure.train_bench import ResidentCase, TieredBench
         from tierstream.tools.bench.timeline import record_case
-        from tierstream.tools.bench.training import MeasuredCase, case_name
+        from tierstream.tools.bench.training import MeasuredCase, case_name, drive_rows
 
         options = self.options
         settings = options.settings()
@@ -183,13 +187,18 @@ class _Bench:
                 baselines.append(ResidentCase(bench, self.batch))
             baselines += [stack.enter_context(peer) for peer in peers]
             cases += [each.case(options.steps, {"run": each.name, "layers": layers}) for each in baselines]
+            # Other users make a drive faster and slower by the minute: what it gave once says little.
+            before = bench.drives_now(known)
             found = run_cases(cases, options.rounds)
+            after = bench.drives_now(known)
+            self.drives += drive_rows({"before": before, "after": after}, layers)
+            rates = with_drives(self.rates, mean_drives([before, after])) if known else self.rates
             plan = bench.cases[0].plan
             if warning := page_warning(self.config.tiers, plan):
                 self.notes.append(f"{layers} layers: {in_options(warning)}")
             flop = plan.flop_per_step
             for measurement, case in zip(found, bench.cases, strict=False):
-                records, bound = case.records[-options.rounds :], bench.bound(case, self.rates)
+                records, bound = case.records[-options.rounds :], bench.bound(case, rates)
                 self.measured.append(MeasuredCase(measurement, records, flop, bound, case.plan))
             for measurement, each in zip(found[len(settings) :], baselines, strict=True):
                 self.measured.append(MeasuredCase(measurement, each.records[-options.rounds :], flop))
