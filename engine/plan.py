@@ -112,7 +112,7 @@ class TiersConfig:
     backend: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves bytes to and from the drives; auto: kvikio where CUDA is, else posix (O_DIRECT)."""
     io_threads: int | None = None
-    """Threads that read and write each drive; null: what the machine profile found best, or 8."""
+    """Threads that read and write each drive; null: what the machine profile found best, or 16."""
     profile: str | None = None
     """Machine profile of `tierstream bench --profile`: tunes the drives, spares measuring at the start, and
     lets the planner choose what is open; null: what is needed is measured then, and nothing chosen."""

@@ -18,7 +18,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 BackendKind: TypeAlias = Literal["posix", "kvikio"]
 BACKENDS = ("auto", "posix", "kvikio")
-DEFAULT_THREADS = 8
+DEFAULT_THREADS = 16
 DEFAULT_TASK_BYTES = 4 << 20
 DEFAULT_QUEUE_DEPTH = 64
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -24,6 +24,7 @@ from tierstream.io.scratch import ScratchFolder
 FORMAT = 2
 THREADS_MAX = 1024
 _QUICK_FILE_BYTES = 64 << 20
+_LONG_FILE_BYTES_MAX = 4 << 30
 #: Requests under way in a quick measurement: enough for any drive, and 32 MiB of memory.
 _QUICK_QUEUE_DEPTH = 8
 #: A drive with less free space than so many of the file is not measured: the state comes first.
@@ -145,15 +146,9 @@ def drive_identity(directory: PathLike) -> tuple[str, str]:
         return f"{os.major(number)}:{os.minor(number)}", mounts.filesystem_of(name)
 
 
-def measure_drive(
-    directory: PathLike, backend: BackendKind, tuning: Tuning, *, amount_bytes: int = _QUICK_FILE_BYTES
-) -> DriveProfile | None:
-    """Measures the drive of an existing directory, as `tuning` works on it; the best of a few runs counts,
-    since other users of a drive only ever slow it down.
-
-    Args:
-        amount_bytes: read, written, and moved both ways in one run, in a file of that size. What is left out
-            takes a second or two, in which some drives give more than they can keep up.
+def measure_drive(directory: PathLike, backend: BackendKind, tuning: Tuning) -> DriveProfile | None:
+    """Measures the drive of an existing directory in a second or two, as `tuning` works on it; the best of a
+    few runs counts, since other users of a drive only ever slow it down.
 
     Returns:
         None where too little space is free.
@@ -161,19 +156,51 @@ def measure_drive(
     Raises:
         StorageError: the drive fails.
     """
+    quick = replace(tuning, queue_depth=min(tuning.queue_depth, _QUICK_QUEUE_DEPTH))
+    found = _rates(directory, backend, quick, _QUICK_FILE_BYTES, rounds=2, warmups=1)
+    return None if found is None else _drive(directory, backend, tuning, found)
+
+
+def measure_long(drive: DriveProfile, directory: PathLike, seconds: float) -> DriveProfile | None:
+    """What the drive keeps up for about so long with each access, which may be less than what it gives at
+    first, as `drive.tuning` works on it, its queue always full.
+
+    Args:
+        directory: existing, on that drive.
+
+    Returns, Raises:
+        As `measure_drive`.
+    """
+    amount = max(_QUICK_FILE_BYTES, min(int(seconds * drive.mixed), _LONG_FILE_BYTES_MAX))
+    amount -= amount % _QUICK_FILE_BYTES
+    tuning = drive.tuning
+    full = replace(tuning, queue_depth=min(tuning.queue_depth, 2 * tuning.threads))
+    found = _rates(directory, drive.backend, full, amount, rounds=1, warmups=0)
+    return None if found is None else _drive(directory, drive.backend, tuning, found)
+
+
+def _rates(
+    directory: PathLike, backend: BackendKind, tuning: Tuning, amount_bytes: int, *, rounds: int, warmups: int
+) -> Sequence[float] | None:
+    """The best of the rounds of each of `ACCESSES`; None: too little space is free."""
     name = os.fspath(directory)
     usage = seam.current().statvfs(name)
     if usage.f_bavail * usage.f_frsize < _SPARE_FILES * amount_bytes:
         return None
-    device, filesystem = drive_identity(name)
-    quick = replace(tuning, queue_depth=min(tuning.queue_depth, _QUICK_QUEUE_DEPTH))
     with ScratchFolder(name) as folder:
         target = DriveTarget([folder.new_file("file", amount_bytes)], amount_bytes)
-        settings = [Setting(access=access, tuning=quick, backend=backend) for access in ACCESSES]
-        found = measure([target.case(each, amount_bytes) for each in settings], rounds=2)
-    read, write, mixed = (max(measurement.rates) for measurement in found)
+        settings = [Setting(access=access, tuning=tuning, backend=backend) for access in ACCESSES]
+        cases = [target.case(each, amount_bytes) for each in settings]
+        return [max(found.rates) for found in measure(cases, rounds=rounds, warmups=warmups)]
+
+
+def _drive(
+    directory: PathLike, backend: BackendKind, tuning: Tuning, rates: Sequence[float]
+) -> DriveProfile:
+    device, filesystem = drive_identity(directory)
+    name, (read, write, mixed) = os.path.abspath(os.fspath(directory)), rates
     return DriveProfile(
-        directory=os.path.abspath(name), device=device, filesystem=filesystem, backend=backend, tuning=tuning,
+        directory=name, device=device, filesystem=filesystem, backend=backend, tuning=tuning,
         read=read, write=write, mixed=mixed,
     )  # fmt: skip
 

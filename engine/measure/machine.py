@@ -17,16 +17,15 @@ from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, ste
 from tierstream.engine.plan import TiersConfig
 from tierstream.io import probes
 from tierstream.io.backend import DEFAULT_QUEUE_DEPTH, DEFAULT_TASK_BYTES, DEFAULT_THREADS, resolve_backend
-from tierstream.io.drive_rates import ACCESSES, Tuning
-from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive
+from tierstream.io.drive_rates import Tuning
+from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive, measure_long
 from tierstream.io.throttle import Limits
 
 DEFAULT_TUNING = Tuning(
     threads=DEFAULT_THREADS, task_bytes=DEFAULT_TASK_BYTES, queue_depth=DEFAULT_QUEUE_DEPTH
 )
-#: How long `drives_now` reads, writes, and does both, each three times, in a file of as many bytes.
-_AMOUNT_S = 0.5
-_FILE_STEP_BYTES, _FILE_BYTES_MAX = 64 << 20, 4 << 30
+#: How long `drives_now` reads, writes, and does both.
+_LONG_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +91,16 @@ def known_drives(tiers: TiersConfig, profile: MachineProfile) -> list[KnownDrive
 
 
 def drives_now(tiers: TiersConfig, known: Sequence[KnownDrive]) -> list[KnownDrive]:
-    """The drives of `known_drives` as they are now, each measured for some five seconds.
+    """The drives of `known_drives` as they are now, each measured for some seconds.
 
     Raises:
         StorageError: a drive fails.
     """
-    backend = resolve_backend(tiers.backend)
-    before = dict(zip(tiers.nvme_dirs or [], known, strict=True))
+    before = {drive.directory: drive.rates for drive in known}
 
     def rates_of(directory: str) -> DriveProfile | None:
-        own = before[directory]
-        if own.rates is None:
-            return None
-        amount = int(own.rates.mixed * _AMOUNT_S) // _FILE_STEP_BYTES * _FILE_STEP_BYTES
-        amount = min(max(amount, _FILE_STEP_BYTES), _FILE_BYTES_MAX)
-        return measure_drive(directory, backend, own.tuning, amount_bytes=amount)
+        rates = before[directory]
+        return None if rates is None else measure_long(rates, directory, _LONG_S)
 
     return _drives(tiers, rates_of)
 
@@ -187,8 +181,8 @@ def _mean_drive(times: Sequence[KnownDrive]) -> KnownDrive:
     rates = [each for each in found if each is not None]
     if len(rates) < len(found):
         return replace(times[-1], rates=None)
-    means = {kind: fmean(getattr(each, kind) for each in rates) for kind in ACCESSES}
-    return replace(times[-1], rates=replace(rates[-1], **means))
+    read, write, mixed = (fmean(getattr(each, kind) for each in rates) for kind in ("read", "write", "mixed"))
+    return replace(times[-1], rates=replace(rates[-1], read=read, write=write, mixed=mixed))
 
 
 def with_drives(rates: Rates, drives: Sequence[KnownDrive]) -> Rates:

@@ -265,7 +265,7 @@ class TieredBench:
         return outcome.verdict.grad_norm
 
     def drives_now(self, known: Sequence[KnownDrive]) -> list[KnownDrive]:
-        """See `machine.drives_now`; between steps, when the store has done ahead of the next one what it can."""
+        """`machine.drives_now`, once the store has done ahead of the next step what it can."""
         if not known:
             return []
         runtime, last, still_since = self.cases[0].runtime, (0, 0), time.monotonic()

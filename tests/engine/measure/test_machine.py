@@ -11,14 +11,30 @@ import pytest
 import torch
 from support.drive_kinds import small_ext4
 
+from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, machine
-from tierstream.engine.measure.machine import DEFAULT_TUNING, KnownDrive, known_drives, machine_rates
+from tierstream.engine.measure.machine import (
+    DEFAULT_TUNING,
+    KnownDrive,
+    drives_now,
+    known_drives,
+    machine_rates,
+    mean_drives,
+    with_drives,
+)
 from tierstream.engine.plan import ThrottleConfig, TiersConfig
 from tierstream.io import probes, profile
-from tierstream.io.drive_rates import Tuning
-from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive
+from tierstream.io.drive_rates import DriveTarget, Setting, Tuning
+from tierstream.io.measure import Sample
+from tierstream.io.profile import (
+    DriveProfile,
+    MachineProfile,
+    drive_identity,
+    measure_drive,
+    measure_long,
+)
 
 TUNING = Tuning(threads=3, task_bytes=1 << 20, queue_depth=5)
 
@@ -108,6 +124,51 @@ def test_two_drives_are_weighed_by_what_they_give(monkeypatch: pytest.MonkeyPatc
 
 def test_state_in_dram_has_no_drives() -> None:
     assert known_drives(TiersConfig(), MachineProfile()) == []
+    assert drives_now(TiersConfig(), []) == []
+
+
+def test_drives_are_measured_again_for_longer(
+    tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, with the tuning that it has, and shared and limited as before."""
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path in paths:
+        os.mkdir(path)
+    tiers = TiersConfig(nvme_dirs=paths, backend="posix", throttle=ThrottleConfig(write=ByteSize("1MB")))
+    known = known_drives(tiers, MachineProfile())
+    asked: list[tuple[Tuning, str, float]] = []
+
+    def measure_long(rates: DriveProfile, directory: str, seconds: float) -> DriveProfile:
+        asked.append((rates.tuning, directory, seconds))
+        device, _ = drive_identity(directory)
+        return replace(drive(directory, device), read=8e6, write=6e6, mixed=4e6, tuning=rates.tuning)
+
+    monkeypatch.setattr(machine, "measure_long", measure_long)
+    found = drives_now(tiers, known)
+    assert asked == [(known[0].tuning, paths[0], machine._LONG_S)]
+    for entry in found:
+        assert entry.rates is not None
+        assert (entry.rates.read, entry.rates.write, entry.rates.mixed) == (4e6, 1e6, 2e6)
+    # What could not be measured before is not tried again.
+    unknown = [replace(entry, rates=None) for entry in known]
+    assert [entry.rates for entry in drives_now(tiers, unknown)] == [None, None]
+    assert len(asked) == 1
+
+
+def test_drives_at_several_times_have_the_mean_rates() -> None:
+    first, second = (
+        KnownDrive("/a", "1:1", TUNING, replace(drive("/a", "1:1"), read=r, write=w, mixed=m), 1.0)
+        for r, w, m in ((4.0, 8.0, 5.0), (6.0, 2.0, 2.0))
+    )
+    (mean,) = mean_drives([[first], [second]])
+    assert mean.rates is not None
+    assert (mean.rates.read, mean.rates.write, mean.rates.mixed) == (5.0, 5.0, 3.5)
+    assert with_drives(Rates(flop_per_s=1.0, upload=None, update_parameters_per_s=1.0), [mean]) == Rates(
+        flop_per_s=1.0, upload=None, update_parameters_per_s=1.0,
+        nvme_read=5.0, nvme_write=5.0, nvme_read_mixed=1.75, nvme_write_mixed=1.75,
+    )  # fmt: skip
+    (mean,) = mean_drives([[first], [replace(second, rates=None)]])
+    assert mean.rates is None
 
 
 def rates_of(drives: list[KnownDrive], given: MachineProfile | None = None, threads: int = 2) -> Any:
@@ -164,8 +225,31 @@ def test_a_real_drive_is_measured_and_nothing_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_drive_is_measured_for_a_while_with_its_queue_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many bytes as it moves in that time, each way once; nothing stays."""
+    ran: list[tuple[str, int, int]] = []
+    run = DriveTarget.run
+
+    def spy(self: DriveTarget, setting: Setting, amount_bytes: int) -> Sample:
+        ran.append((setting.access, setting.tuning.queue_depth, amount_bytes))
+        return run(self, setting, amount_bytes)
+
+    monkeypatch.setattr(DriveTarget, "run", spy)
+    before = drive(str(tmp_path), "9:9", mixed=100e6)
+    found = measure_long(before, tmp_path, 1.5)
+    assert found is not None
+    depth = min(TUNING.queue_depth, 2 * TUNING.threads)
+    assert sorted(ran) == [(access, depth, 128 << 20) for access in ("mixed", "read", "write")]
+    assert min(found.read, found.write, found.mixed) > 1e6
+    assert (found.device, found.tuning) == (drive_identity(tmp_path)[0], TUNING)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_drive_with_little_space_is_left_alone(tmp_path: Path) -> None:
     with small_ext4(tmp_path, 64 << 20) as mounted:
         before = os.listdir(mounted)
         assert measure_drive(mounted, "posix", TUNING) is None
+        assert measure_long(drive(str(mounted), "9:9"), mounted, 1.0) is None
         assert os.listdir(mounted) == before

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ import torch
 from support.png import size_of
 from support.storage_bench import StorageBench, everything_under
 
+from tierstream.engine.bound import Bound
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.measure import train_bench
 from tierstream.engine.measure.train_bench import Setting
 from tierstream.io.measure import Measurement
+from tierstream.io.profile import DriveProfile
 from tierstream.tools.bench.result import figure, label_value
 from tierstream.tools.bench.training import case_name, difference, plots
 
@@ -83,6 +86,41 @@ def test_figures_agree_with_each_other(bench: StorageBench) -> None:
         assert 100 * row["wait_s"] / row["percent"] == pytest.approx(mean_step_s)
     assert plain["notes"][0].startswith("4 layers: all ")
     assert "losses are equal to the bit" in plain["notes"][0]
+
+
+def test_the_bound_is_that_of_drives_before_and_after(
+    bench: StorageBench, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads and writes take what the means of both times say, to the last byte of the least traffic."""
+    given = iter((1e6, 3e6))
+
+    def measure_long(rates: DriveProfile, directory: str, seconds: float) -> DriveProfile:
+        rate = next(given)
+        return replace(rates, read=4 * rate, write=2 * rate, mixed=rate)
+
+    bounds: list[Bound] = []
+    plan_bound = train_bench.plan_bound
+
+    def spy(*args: Any, **settings: Any) -> Bound:
+        bounds.append(plan_bound(*args, **settings))
+        return bounds[-1]
+
+    monkeypatch.setattr("tierstream.engine.measure.machine.measure_long", measure_long)
+    monkeypatch.setattr(train_bench, "plan_bound", spy)
+    plain = measured(bench, "--nvme-dirs", drive, "--dram", "2MiB")
+    rows = plain["details"]["drives"]
+    assert [(row["when"], row["directory"]) for row in rows] == [
+        ("before", str(drive)),
+        ("after", str(drive)),
+    ]
+    assert [row["mixed_gb_per_s"] for row in rows] == [1e-3, 3e-3]
+    ((bound,), (speed,)) = bounds, plain["details"]["speed"]
+    read, written = bound.nvme_read_bytes, bound.nvme_written_bytes
+    assert min(read, written) > 1e6
+    together, rest = min(read, written), abs(read - written)
+    alone = 8e6 if read > written else 4e6
+    assert speed["bound_s"] == pytest.approx(2 * together / 2e6 + rest / alone)
+    assert speed["bound_resource"] == "nvme"
 
 
 def test_screen_json_and_report_say_the_same(
