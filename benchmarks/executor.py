@@ -28,6 +28,7 @@ _3B, _7B = (("--shape", shape, *_32K_TOKENS) for shape in ("qwen2.5-3b", "qwen2.
 _RESIDENT = ("--baseline", "resident")
 _SHORT = ("--steps", "2", "--rounds", "3")
 _ONE_BY_ONE = ("--steps", "1", "--rounds", "3")
+_DEEPSPEED_NVME = ("--baseline", "deepspeed-nvme", "--peer-nvme-dir", "{nvme}", "--turns", "blocks")
 _ONCE = ("--steps", "1", "--rounds", "1")
 #: Name -> options of `tierstream bench train`; {nvme} is the directory that was given.
 RUNS: Mapping[str, Sequence[str]] = {
@@ -51,10 +52,14 @@ RUNS: Mapping[str, Sequence[str]] = {
         *_3B, *_FUSED, "--gpu", "null", "30GiB", "--baseline", "deepspeed-cpu", "--turns", "blocks", *_SHORT,
     ),
     "3b-fsdp2-offload": (*_3B, *_FUSED, "--baseline", "fsdp2-offload", "--turns", "blocks", *_SHORT),
-    # DeepSpeed's steps on the drive take as long with clipping as without.
+    # DeepSpeed's steps on the drive take as long with clipping as without. First with as little of the GPU as
+    # it takes, then with what a card of 24 GB has.
     "3b-12gib-dram": (
-        *_3B, *_FUSED, *_FREE, "--dram", "12GiB", "--nvme-dirs", "{nvme}", "--baseline", "deepspeed-nvme",
-        "--peer-nvme-dir", "{nvme}", "--turns", "blocks", *_ONE_BY_ONE,
+        *_3B, *_FUSED, *_FREE, "--dram", "12GiB", "--nvme-dirs", "{nvme}", *_DEEPSPEED_NVME, *_ONE_BY_ONE,
+    ),
+    "3b-12gib-dram-24gb-gpu": (
+        *_3B, *_CHECKED, *_FREE, "--dram", "12GiB", "--gpu", "12GiB", "--activations", "gpu", "--nvme-dirs",
+        "{nvme}", *_DEEPSPEED_NVME, *_ONE_BY_ONE,
     ),
     "3b-12gib-dram-clipped": (*_3B, *_CHECKED, "--dram", "12GiB", "--nvme-dirs", "{nvme}", *_ONE_BY_ONE),
     "3b-6gib-dram": (*_3B, *_CHECKED, "--dram", "6GiB", "--nvme-dirs", "{nvme}", *_ONE_BY_ONE),
