@@ -25,8 +25,8 @@ FORMAT = 2
 THREADS_MAX = 1024
 _QUICK_FILE_BYTES = 64 << 20
 _LONG_FILE_BYTES_MAX = 4 << 30
-#: Requests under way in a quick measurement: enough for any drive, and 32 MiB of memory.
-_QUICK_QUEUE_DEPTH = 8
+#: Requests under way in a quick measurement: enough for any drive, and 64 MiB of memory.
+_QUICK_QUEUE_DEPTH = 16
 #: A drive with less free space than so many of the file is not measured: the state comes first.
 _SPARE_FILES = 4
 _Section = TypeVar("_Section")

@@ -96,8 +96,7 @@ class Store:
         self._transfers: SimpleQueue[Transfer | None] = SimpleQueue()
         self._in_flight = 0
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # for flush and close; requests have events
-        self._watchers = 0
+        self._changed = threading.Condition(self._lock)  # for flush and settle; requests have events
         self._error: BaseException | None = None
         self._closed = False
         self._cache = Cache(
@@ -192,7 +191,7 @@ class Store:
             except BaseException as bug:
                 self._fail(bug)
                 raise
-            self._notify()
+            self._changed.notify_all()
 
     def discard(self, pages: Iterable[Page]) -> None:
         """Forget the content of step-local pages that nobody holds (a skipped step's gradients).
@@ -273,20 +272,22 @@ class Store:
         Raises:
             StorageError: a write failed.
         """
-        if self._directory is None:
-            return
+        left: list[Entry] | None = None
+
+        def all_written() -> bool:
+            nonlocal left
+            self._check()
+            left = self._cache.write_back(left)
+            return not left
+
+        if self._directory is not None:
+            with self._lock:
+                self._changed.wait_for(all_written)
+
+    def settle(self) -> None:
+        """Wait until the drives rest: of itself the store moves nothing more before a page is used."""
         with self._lock:
-            self._watchers += 1
-            try:
-                left: list[Entry] | None = None
-                while True:
-                    self._check()
-                    left = self._cache.write_back(left)
-                    if not left:
-                        return
-                    self._changed.wait()
-            finally:
-                self._watchers -= 1
+            self._changed.wait_for(lambda: not self._in_flight)
 
     def close(self) -> None:
         """Wait for transfers under way and let everything go: threads, files, memory.
@@ -299,14 +300,11 @@ class Store:
                 return
             self._closed = True
             self._cache.fail(self._error or InvariantError("the store was closed while a request waited"))
-            self._notify()
+            self._changed.notify_all()
         self._transfers.put(None)
         if self._thread is not None:
             self._thread.join()
-        with self._lock:
-            self._watchers += 1
-            while self._in_flight:
-                self._changed.wait()
+        self.settle()
         if self._directory is not None:
             self._directory.close()
         self._arena.close()
@@ -387,14 +385,10 @@ class Store:
                     error = bug
             if error is not None:
                 self._fail(error)
-            self._notify()
+            self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         """From now on every request ends with the error."""
         self._error = self._error or error
         self._cache.fail(self._error)
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._watchers:
-            self._changed.notify_all()
+        self._changed.notify_all()

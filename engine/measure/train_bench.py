@@ -8,7 +8,6 @@ device (`resident_losses`), and a state that fills the machine is needed once on
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -43,8 +42,6 @@ from tierstream.tiered.layout import Layout
 
 #: A device budget that holds every layer.
 EVERYTHING = ByteSize(1 << 50)
-#: Nothing has moved to or from the drives for so long: nothing will before the next step.
-_STILL_S = 0.3
 _Result = TypeVar("_Result")
 
 
@@ -266,15 +263,7 @@ class TieredBench:
 
     def drives_now(self, known: Sequence[KnownDrive]) -> list[KnownDrive]:
         """`machine.drives_now`, once the store has done ahead of the next step what it can."""
-        if not known:
-            return []
-        runtime, last, still_since = self.cases[0].runtime, (0, 0), time.monotonic()
-        while time.monotonic() < still_since + _STILL_S:
-            traffic = runtime.traffic()
-            moved = (traffic.bytes_read["nvme"], traffic.bytes_written["nvme"])
-            if moved != last:
-                last, still_since = moved, time.monotonic()
-            time.sleep(_STILL_S / 10)
+        self.store.settle()
         return drives_now(self.config.tiers, known)
 
     def bound(self, case: TieredCase, rates: Rates) -> Bound:

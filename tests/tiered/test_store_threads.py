@@ -323,6 +323,41 @@ def test_an_empty_request_is_granted() -> None:
         assert lease.arrays == []
 
 
+def test_settle_waits_for_what_was_read_ahead_and_written_behind() -> None:
+    """Of itself the store moves nothing after it."""
+    hold = threading.Event()
+    hold.set()
+    directory = MemoryDirectory(hold=hold)
+    pages = [page(index) for index in range(8)]
+    with Store(
+        uniform_layout(8),
+        dram_bytes=4 * PAGE_BYTES,
+        directory=directory,
+        prefetch_bytes=2 * PAGE_BYTES,
+        writeback_bytes=PAGE_BYTES,
+    ) as store:
+        for each in pages:
+            with store.acquire([(each, Intent.OVERWRITE)]) as lease:
+                lease.arrays[0][:] = 1
+        store.flush()
+        hold.clear()
+        before = len(directory.read_pages)
+        store.begin_step(pages, pages)
+        waiting = threading.Thread(target=store.settle, daemon=True)
+        waiting.start()
+        waiting.join(0.05)
+        assert waiting.is_alive()
+        hold.set()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        moved = (store.stats.nvme_bytes_read, store.stats.nvme_bytes_written)
+        ahead = len(directory.read_pages) - before
+        assert ahead > 0
+        time.sleep(0.05)
+        assert moved == (store.stats.nvme_bytes_read, store.stats.nvme_bytes_written)
+        assert len(directory.read_pages) - before == ahead
+
+
 def test_closing_ends_waiting_requests_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     store = small_store(1)
