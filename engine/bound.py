@@ -172,15 +172,21 @@ def plan_bound(
 
 def traffic_bound(rates: Rates, plan: Plan, layout: Layout, read_bytes: int, written_bytes: int) -> Bound:
     """`plan_bound`, where it is known what the drives must read and write."""
-    streamed = [spec for spec in layout.planes.values() if spec.unit not in plan.device.resident]
-    updated = [spec for spec in streamed if (spec.unit, "exp_avg") in layout.planes]
+    resident = set(plan.device.resident)
+    streamed = {key: spec for key, spec in layout.planes.items() if key[0] not in resident}
+    weights = [spec for (_, plane), spec in streamed.items() if plane == "weight"]
+    updated = [spec for spec in weights if (spec.unit, "exp_avg") in streamed]
+    moved_bytes = 0
+    if plan.gpu_updates:
+        names = {spec.unit for spec in updated}
+        moved_bytes = sum(spec.nbytes for spec in streamed.values() if spec.unit in names)
     return step_bound(
         rates,
         flop=plan.flop_per_step - plan.spared_flop,
-        upload_bytes=sum(spec.nbytes for spec in streamed if spec.plane == "weight"),
-        parameters=sum(t.numel for spec in updated if spec.plane == "weight" for t in spec.tensors),
+        upload_bytes=sum(spec.nbytes for spec in weights),
+        parameters=sum(t.numel for spec in updated for t in spec.tensors),
         read_bytes=read_bytes,
         written_bytes=written_bytes,
-        device_update_bytes=sum(spec.nbytes for spec in updated) if plan.gpu_updates else 0,
+        device_update_bytes=moved_bytes,
         cpu_updates=plan.cpu_updates,
     )

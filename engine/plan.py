@@ -23,7 +23,6 @@ from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round
 if TYPE_CHECKING:
     from tierstream.engine.model.units import ModelUnits
     from tierstream.engine.update.optimizer import OptimizerConfig
-    from tierstream.tiered.layout import Unit
 
 #: Folder that a run makes in each of `tiers.nvme_dirs`; nothing else there is touched.
 STATE_FOLDER = "tierstream-state"
@@ -289,21 +288,8 @@ def page_warning(config: TiersConfig, plan: Plan) -> str | None:
 
 
 def step_flop(units: ModelUnits, tokens: int) -> float:
-    """FLOP of a step: 8 per parameter and token (2 forward, 2 recompute, 4 backward, of these 2 for its own
-    gradient if it is trained), 2 in layers without a backward; of experts for those that the token goes to.
-    Embedding look-up is free, attention not counted.
-    """
-    lookups = {unit.name for unit in (units.tables if units.tied else (units.embed, *units.tables))}
-    without = {unit.name for index in range(units.backward_from) for unit in units.of_layer(index)}
-
-    def per_parameter(unit: Unit) -> int:
-        return 2 if unit.name in without else 8 if unit.trained else 6
-
-    computed = (unit for unit in units.in_forward_order if unit.name not in lookups)
-    total = sum(per_parameter(unit) * unit.parameters for unit in computed)
-    for layer, experts, passed_by in zip(units.layers, units.experts, units.passed_by, strict=True):
-        total -= per_parameter((experts or (layer,))[0]) * passed_by
-    return float(total * tokens)
+    """FLOP of a step; attention is not counted."""
+    return float(units.flop_per_token * tokens)
 
 
 def spared_flop(units: ModelUnits, tokens: int) -> float:
@@ -389,7 +375,7 @@ def _paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_byte
     chosen = choose_page_bytes(piece_nbytes, layout.nbytes(durable=True), tiers, available_bytes)
     if tiers.page is None:
         chosen = fit_small_planes(chosen, layout.sizes)
-    return Layout(chosen, layout.planes)
+    return Layout(chosen, layout.planes, layout.counted)
 
 
 def _passing_nbytes(units: ModelUnits, layout: Layout, *, on_device: bool) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +96,7 @@ class Unit:
     @cached_property
     def parameters(self) -> int:
         """Elements without padding."""
-        return sum(tensor.numel for tensor in self.tensors)
+        return sum([prod(tensor.shape) for tensor in self.tensors])
 
     def group_runs(self) -> list[tuple[int, int, int]]:
         """Contiguous element ranges `(start, end, group)` that cover `[0, numel)`.
@@ -160,12 +160,26 @@ class PlaneSpec:
         return self.numel * ITEM_BYTES[self.dtype]
 
 
+#: (plane, dtype, elements, durable) -> planes like that.
+Kinds: TypeAlias = Mapping[tuple[str, str, int, bool], int]
+
+
+def kinds_of(planes: Iterable[PlaneSpec]) -> Kinds:
+    """Thousands of experts have a handful."""
+    return Counter(map(attrgetter("plane", "dtype", "numel", "durable"), planes))
+
+
 @dataclass(frozen=True)
 class Layout:
-    """All planes of a run and the page size that cuts them."""
+    """All planes of a run and the page size that cuts them.
+
+    Attributes:
+        counted: `kinds`, from who makes many layouts of the same thousands of planes; None: not counted yet.
+    """
 
     page_bytes: int
     planes: Mapping[tuple[str, str], PlaneSpec] = field(repr=False)
+    counted: Kinds | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0 or self.page_bytes % PAGE_ALIGN_BYTES:
@@ -191,11 +205,14 @@ class Layout:
         return -(-self.planes[unit, plane].nbytes // self.page_bytes)
 
     @cached_property
+    def kinds(self) -> Kinds:
+        return kinds_of(self.planes.values()) if self.counted is None else self.counted
+
+    @cached_property
     def sizes(self) -> Mapping[tuple[int, bool], int]:
-        """(bytes, durable) -> planes like that. Thousands of experts have a handful of sizes."""
+        """(bytes, durable) -> planes like that."""
         sizes = Counter[tuple[int, bool]]()
-        kinds = Counter(map(attrgetter("dtype", "numel", "durable"), self.planes.values()))
-        for (dtype, numel, durable), count in kinds.items():
+        for (_, dtype, numel, durable), count in self.kinds.items():
             sizes[numel * ITEM_BYTES[dtype], durable] += count
         return sizes
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tierstream.engine.model.anatomy import find_anatomy
 from tierstream.engine.model.decoder import layers_of
-from tierstream.engine.model.units import AROUND, EMBED, HEAD, ModelUnits, layer_name
+from tierstream.engine.model.units import AROUND, EMBED, HEAD, ModelUnits, layer_name, numbered
 from tierstream.engine.update.groups import common_names, find_groups
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError, ModelSourceError
@@ -167,7 +167,6 @@ class _Packer:
         stacks = [p for p in parameters if self._apart and id(p) in self._stacks]
         dense = [p for p in parameters if not self._apart or id(p) not in self._stacks]
         main, *beside = self.by_kind(unit_name, dense)
-        count = len(stacks[0]) if stacks else 0
         frozen, trained = (
             [self._names[id(p)] for p in stacks if p.requires_grad is on] for on in (False, True)
         )
@@ -176,7 +175,7 @@ class _Packer:
                 f"{frozen[0]} is frozen and {trained[0]} is trained (model.freeze, model.train_only), but an "
                 "expert is streamed as one: freeze neither or both, or use moe.stream: layers"
             )
-        experts = tuple(self._expert(f"{unit_name}.experts.{i}", stacks, i) for i in range(count))
+        experts = numbered(self._first_expert(unit_name, stacks), len(stacks[0])) if stacks else ()
         return main, tuple(beside), experts
 
     def passed_by(self, layer: nn.Module) -> int:
@@ -186,9 +185,10 @@ class _Packer:
             return 0
         return (len(stacks[0]) - self._active) * sum(p[0].numel() for p in stacks)
 
-    def _expert(self, unit_name: str, stacks: Sequence[nn.Parameter], index: int) -> Unit:
+    def _first_expert(self, layer: str, stacks: Sequence[nn.Parameter]) -> Unit:
+        unit_name = f"{layer}.experts.0"
         tensors = [(self._names[id(p)], tuple(p.shape[1:]), self._group(p)) for p in stacks]
-        return pack_unit(unit_name, self._dtype(unit_name, stacks), tensors, part=index)
+        return pack_unit(unit_name, self._dtype(unit_name, stacks), tensors, part=0)
 
     def by_kind(self, unit_name: str, parameters: Iterable[nn.Parameter]) -> tuple[Unit, ...]:
         """One unit of what is trained and one of what is not, for each type, and none of nothing; first the

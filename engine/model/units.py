@@ -4,13 +4,15 @@ model, and `engine.model.carve` finds the units of one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from tierstream.engine.update.groups import Groups, common_names
-from tierstream.tiered.layout import Layout, PlaneSpec, Unit
+from tierstream.tiered.layout import Kinds, Layout, PlaneSpec, TensorSpec, Unit, kinds_of
 
 EMBED, AROUND, HEAD = "embed", "around", "head"
 
@@ -44,6 +46,14 @@ class Anatomy:
     boundary_width: int
     tuple_of: int | None
     extras_width: int
+
+
+class LayerSums(NamedTuple):
+    """Sums over the units of a layer: elements without padding, edges of all tensors, tensors."""
+
+    parameters: int
+    edges: int
+    tensors: int
 
 
 @dataclass(frozen=True)
@@ -119,17 +129,40 @@ class ModelUnits:
         """Those of them that are not trained."""
         return sum(unit.parameters for unit in self.in_forward_order if not unit.trained)
 
-    def state_planes(self, master: str, grad_dtype: str) -> Mapping[tuple[str, str], PlaneSpec]:
-        """(unit, plane) -> it, of all units; made once, for they are thousands and plans are many. See
-        `state_planes` for the arguments."""
+    @cached_property
+    def layers_summed(self) -> tuple[LayerSums, ...]:
+        """Of each layer, with its experts; found once, for they are thousands and plans are many."""
+        return tuple(map(_summed, map(self.of_layer, range(len(self.layers)))))
+
+    @cached_property
+    def flop_per_token(self) -> int:
+        """8 per parameter (2 forward, 2 recompute, 4 backward, of these 2 for its own gradient if it is
+        trained), 2 in layers without a backward; of experts for those that the token goes to. Embedding
+        look-up is free, attention not counted.
+        """
+        lookups = {unit.name for unit in (self.tables if self.tied else (self.embed, *self.tables))}
+        without = {unit.name for index in range(self.backward_from) for unit in self.of_layer(index)}
+
+        def per_parameter(unit: Unit) -> int:
+            return 2 if unit.name in without else 8 if unit.trained else 6
+
+        computed = (unit for unit in self.in_forward_order if unit.name not in lookups)
+        total = sum(per_parameter(unit) * unit.parameters for unit in computed)
+        for layer, experts, passed_by in zip(self.layers, self.experts, self.passed_by, strict=True):
+            total -= per_parameter((experts or (layer,))[0]) * passed_by
+        return total
+
+    def state_planes(self, master: str, grad_dtype: str) -> tuple[Mapping[tuple[str, str], PlaneSpec], Kinds]:
+        """(unit, plane) -> it, of all units, and the kinds of planes; made once as well. See `state_planes`
+        for the arguments."""
         if (found := self._planes.get((master, grad_dtype))) is None:
-            planes = (state_planes(unit, master, grad_dtype) for unit in self.in_forward_order)
-            found = {(spec.unit, spec.plane): spec for spec in chain.from_iterable(planes)}
-            self._planes[master, grad_dtype] = found
+            of_units = (state_planes(unit, master, grad_dtype) for unit in self.in_forward_order)
+            planes = {(spec.unit, spec.plane): spec for spec in chain.from_iterable(of_units)}
+            found = self._planes[master, grad_dtype] = planes, kinds_of(planes.values())
         return found
 
     @cached_property
-    def _planes(self) -> dict[tuple[str, str], Mapping[tuple[str, str], PlaneSpec]]:
+    def _planes(self) -> dict[tuple[str, str], tuple[Mapping[tuple[str, str], PlaneSpec], Kinds]]:
         return {}
 
     def describe(self) -> Iterator[str]:
@@ -145,6 +178,25 @@ class ModelUnits:
         return [name for name, group in self.groups.of.items() if self.groups.table[group].weight_decay]
 
 
+def numbered(first: Unit, count: int) -> tuple[Unit, ...]:
+    """The experts of a layer, by its first: they are alike but for their numbers."""
+    stem, dtype, numel = first.name.rpartition(".")[0], first.dtype, first.numel
+    fields = [(t.name, t.shape, t.offset, t.group) for t in first.tensors]
+    return tuple(
+        Unit(f"{stem}.{number}", dtype, tuple([TensorSpec(*own, number) for own in fields]), numel)
+        for number in range(count)
+    )
+
+
+def _summed(units: Iterable[Unit]) -> LayerSums:
+    parameters = edges = tensors = 0
+    for unit in units:
+        parameters += unit.parameters
+        edges += sum([sum(tensor.shape) for tensor in unit.tensors])
+        tensors += len(unit.tensors)
+    return LayerSums(parameters, edges, tensors)
+
+
 def state_planes(unit: Unit, master: str, grad_dtype: str) -> list[PlaneSpec]:
     """The planes of one unit (docs/design.md section 3); `grad` is the only one that is not durable. A frozen
     one has its weights alone.
@@ -153,15 +205,22 @@ def state_planes(unit: Unit, master: str, grad_dtype: str) -> list[PlaneSpec]:
         grad_dtype: of units in bfloat16. That of a unit in fp32 is fp32: with narrower elements than its
             weights, a page of it would belong to two granules.
     """
-    if not unit.trained:
-        return [PlaneSpec(unit.name, "weight", unit.dtype, unit.numel, True, unit.tensors)]
-    kinds: list[tuple[str, str]] = [("weight", unit.dtype)]
-    if unit.dtype == "bfloat16":
-        kinds.append(("master_low", "uint16") if master == "split" else ("master", "float32"))
-    kinds += [("exp_avg", "float32"), ("exp_avg_sq", "float32")]
-    planes = [PlaneSpec(unit.name, plane, dtype, unit.numel, True, unit.tensors) for plane, dtype in kinds]
-    waits_as = grad_dtype if unit.dtype == "bfloat16" else "float32"
-    return [*planes, PlaneSpec(unit.name, "grad", waits_as, unit.numel, False, unit.tensors)]
+    name, numel, tensors = unit.name, unit.numel, unit.tensors
+    kinds = _state_kinds(unit.dtype, unit.trained, master, grad_dtype)
+    return [PlaneSpec(name, plane, dtype, numel, durable, tensors) for plane, dtype, durable in kinds]
+
+
+@cache
+def _state_kinds(dtype: str, trained: bool, master: str, grad_dtype: str) -> Sequence[tuple[str, str, bool]]:
+    """(plane, dtype, durable) of a unit's planes."""
+    weight = ("weight", dtype, True)
+    if not trained:
+        return [weight]
+    moments = ("exp_avg", "float32", True), ("exp_avg_sq", "float32", True)
+    if dtype != "bfloat16":
+        return [weight, *moments, ("grad", "float32", False)]
+    low = ("master_low", "uint16", True) if master == "split" else ("master", "float32", True)
+    return [weight, low, *moments, ("grad", grad_dtype, False)]
 
 
 def activation_unit(index: int) -> str:
@@ -184,11 +243,15 @@ def build_layout(
         boundary_nbytes: bytes of one layer-boundary activation of the step, None if they stay on the GPU.
         resident: units that stay on the GPU, whose gradients need no plane.
     """
-    planes = dict(units.state_planes(master, grad_dtype))
+    state, kinds = units.state_planes(master, grad_dtype)
+    planes, counted = dict(state), Counter(kinds)
     for name in resident:
-        planes.pop((name, "grad"), None)
+        if (spec := planes.pop((name, "grad"), None)) is not None:
+            counted -= kinds_of([spec])
     if boundary_nbytes is not None:
         for index in range(units.backward_from, len(units.layers)):
             name = activation_unit(index)
-            planes[name, "activation"] = PlaneSpec(name, "activation", "uint8", boundary_nbytes, False)
-    return Layout(page_bytes, planes)
+            spec = PlaneSpec(name, "activation", "uint8", boundary_nbytes, False)
+            planes[name, "activation"] = spec
+            counted += kinds_of([spec])
+    return Layout(page_bytes, planes, counted)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from tierstream.engine import user_cache
 from tierstream.engine.config import RunConfig
-from tierstream.engine.model.units import Anatomy, ModelUnits
+from tierstream.engine.model.units import Anatomy, ModelUnits, numbered
 from tierstream.engine.update.groups import Groups
 from tierstream.engine.update.optimizer import Group
 from tierstream.tiered.layout import TensorSpec, Unit
@@ -122,13 +122,4 @@ def _unit(plain: dict[str, Any]) -> Unit:
 def _experts(count: int, first: dict[str, Any] | None) -> tuple[Unit, ...]:
     if first is None:
         return ()
-    unit = _unit(first)
-    stem = unit.name.rpartition(".")[0]
-    return tuple(
-        Unit(f"{stem}.{number}", unit.dtype, tuple(_part(each, number) for each in unit.tensors), unit.numel)
-        for number in range(count)
-    )
-
-
-def _part(tensor: TensorSpec, number: int) -> TensorSpec:
-    return TensorSpec(tensor.name, tensor.shape, tensor.offset, tensor.group, number)
+    return numbered(_unit(first), count)

@@ -9,7 +9,7 @@ from tierstream.engine.device.memory import ACTIVATION_GROUP
 from tierstream.engine.plan_tiers import extras_nbytes
 from tierstream.engine.planner.activations import head_bytes, layer_bytes, logits_bytes
 from tierstream.engine.planner.case import Case
-from tierstream.tiered.layout import round_up
+from tierstream.tiered.layout import ITEM_BYTES, round_up
 
 _SUM_BYTES = 4
 
@@ -59,9 +59,11 @@ def planes(case: Case) -> dict[str, dict[str, int]]:
     resident = set(memory.resident)
     home = "dram" if case.config.tiers.nvme_dirs is None else "nvme"
     found: dict[str, Counter[str]] = {"gpu": Counter(), "dram": Counter(), home: Counter()}
-    for spec in layout.planes.values():
-        page = min(spec.nbytes, layout.page_bytes)
-        found[home if spec.durable else "dram"][spec.plane] += round_up(spec.nbytes, page)  # whole pages
+    for (plane, dtype, numel, durable), count in layout.kinds.items():
+        nbytes = numel * ITEM_BYTES[dtype]
+        whole_pages = round_up(nbytes, min(nbytes, layout.page_bytes))
+        found[home if durable else "dram"][plane] += count * whole_pages
+    for spec in layout.planes.values() if resident else ():
         if spec.unit in resident:
             found["gpu"][f"{spec.plane} of units that stay"] += spec.nbytes
     for group, (count, size) in memory.slots.items():

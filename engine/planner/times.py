@@ -91,12 +91,10 @@ def modelled_times(case: Case, machine: Machine) -> Known:
     rows = case.config.train.rows_per_step
     chunks = -(-rows // (case.config.train.rows_per_chunk or rows))
     for index, layer in enumerate(units.layers):
-        own = [layer, *units.beside[index], *units.experts[index]]
-        passed_by = units.passed_by[index]
-        numel = sum(unit.parameters for unit in own) - passed_by
-        share = numel / (numel + passed_by)
-        edges = share * sum(sum(t.shape) for unit in own for t in unit.tensors)
-        tensors = chunks * sum(len(unit.tensors) for unit in own)
+        own, passed_by = units.layers_summed[index], units.passed_by[index]
+        numel = own.parameters - passed_by
+        share = numel / own.parameters
+        edges, tensors = share * own.edges, chunks * own.tensors
         experts = len(units.experts[index])
         product = 2.0 * tokens * numel
         spared = 0.0 if passed_by else 2.0 * tokens * max(t.numel for t in layer.tensors)
@@ -106,7 +104,7 @@ def modelled_times(case: Case, machine: Machine) -> Known:
         )
         found["backward", layer.name] = seconds(
             3 * product - spared,
-            backward_passes * moved + _GRADIENT_BYTES * sum(unit.parameters for unit in own),
+            backward_passes * moved + _GRADIENT_BYTES * own.parameters,
             _BACKWARD_OPS * tensors + _EXPERT_BACKWARD_OPS * experts,
         )
     head = units.head.parameters
@@ -117,6 +115,6 @@ def modelled_times(case: Case, machine: Machine) -> Known:
         width = unit.tensors[0].shape[-1]
         found["forward", unit.name] = seconds(0, 2 * tokens * width * item)
         found["backward", unit.name] = seconds(0, 10 * tokens * width * item + _GRADIENT_BYTES * unit.numel)
-    for unit in units.in_forward_order:
+    for unit in units.without_experts:  # of which alone some stay, and are updated there
         found["adamw", unit.name] = seconds(0, _UPDATE_BYTES * unit.numel)
     return Known(found)

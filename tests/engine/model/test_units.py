@@ -14,6 +14,7 @@ from support.rig import tiny_config
 from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.units import build_layout
 from tierstream.io.errors import ModelSourceError
+from tierstream.tiered.layout import Layout
 
 
 def meta(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -81,6 +82,30 @@ def test_bytes_per_parameter_are_those_of_the_design() -> None:
         )
         assert sum(p.nbytes for p in layout.planes.values() if p.durable) == expected * padded
         assert {p.plane for p in layout.planes.values() if not p.durable} == {"grad"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_what_is_counted_once_is_what_there_is(family: str) -> None:
+    """Kinds of planes, and sums over layers."""
+    units = find_units(meta(moe_config(family)))
+    names = tuple(unit.name for unit in units.without_experts)
+    for resident in ((), names[:2], names):
+        for boundary in (None, 4096):
+            layout = build_layout(
+                units, page_bytes=4096, master="split", grad_dtype="bfloat16", boundary_nbytes=boundary,
+                resident=resident,
+            )  # fmt: skip
+            again = Layout(layout.page_bytes, layout.planes)
+            assert layout.counted is not None
+            assert again.counted is None
+            assert layout.kinds == again.kinds
+            assert layout.sizes == again.sizes
+    for index, sums in enumerate(units.layers_summed):
+        own = [(unit, tensor) for unit in units.of_layer(index) for tensor in unit.tensors]
+        assert sums.parameters == sum(unit.parameters for unit in units.of_layer(index))
+        assert sums.parameters == sum(tensor.numel for _, tensor in own)
+        assert sums.edges == sum(size for _, tensor in own for size in tensor.shape)
+        assert sums.tensors == len(own)
 
 
 def test_tensors_of_another_type_are_a_unit_beside_their_layer() -> None:
