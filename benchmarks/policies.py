@@ -34,6 +34,7 @@ from tierstream.engine.data.config import DataConfig
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import DEFAULT_TUNING, KnownDrive
 from tierstream.engine.measure.train_bench import Setting, TieredBench, random_batch
+from tierstream.engine.model.build import build_model
 from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.shapes import architecture
@@ -121,7 +122,7 @@ def record(run: Run, share: float, steps: int, drive: str) -> Record:
 
 def state_bytes(config: RunConfig, parts: ExitStack) -> int:
     """Bytes of all durable planes."""
-    model, _ = assemble.build_model(config, parts)
+    model, _ = build_model(config, parts)
     units = units_of_run(model, config.moe, config.optimizer)
     _, layout = assemble.plan_run(config, units, Device())
     return layout.nbytes(durable=True)

@@ -15,11 +15,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import KnownDrive
 from tierstream.engine.metrics import DriveTotals
-from tierstream.engine.model import kernels
-from tierstream.engine.model.meta_model import build_meta_model
 from tierstream.engine.model.units import ModelUnits
-from tierstream.engine.moe.router_bias import check_bias_update
-from tierstream.engine.moe.router_loss import draws_choices, router_losses
 from tierstream.engine.plan import STATE_FOLDER, Plan
 from tierstream.engine.plan_on import plan_on
 from tierstream.engine.step.runtime import Runtime
@@ -67,33 +63,6 @@ class Drives:
 
     def close(self) -> None:
         self.opened.close()
-
-
-def build_model(config: RunConfig, parts: ExitStack) -> tuple[Any, Any]:
-    """The model without memory, and its configuration; with the kernels that `config.train` names.
-
-    Args:
-        parts: puts back, when it is closed, what these kernels replace for the whole process.
-
-    Raises:
-        ModelSourceError, ConfigError: see `build_meta_model`, `kernels.liger`, `router_losses` and
-            `check_bias_update`.
-        ConfigError: the rows of a step are to run in chunks, and routers draw random numbers.
-    """
-    model, hf_config = build_meta_model(config.model)
-    if config.train.chunks_rows and draws_choices(model):
-        raise ConfigError(
-            f"train.rows_per_chunk is {config.train.rows_per_chunk}, and routers of {type(model).__name__} "
-            "draw random numbers, which would be others for rows in chunks than for all rows of a step; "
-            f"leave it out, or lower train.rows_per_step to {config.train.rows_per_chunk}"
-        )
-    router_losses(config.moe, model)
-    check_bias_update(model, config.moe.bias_update_rate)
-    if config.train.kernels == "liger":
-        parts.enter_context(kernels.liger(model, layers=not config.train.compile))
-    if config.train.compile:
-        kernels.compile_layers(model, deterministic=config.train.deterministic)
-    return model, hf_config
 
 
 def plan_run(config: RunConfig, units: ModelUnits, device: Device) -> tuple[Plan, Layout]:

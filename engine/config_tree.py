@@ -31,12 +31,17 @@ REQUIRED: Any = dataclasses.MISSING
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One setting. `key` is dotted; `default` is `REQUIRED` where there is none."""
+    """One setting. `key` is dotted; `default` is `REQUIRED` where there is none; `section`: its class."""
 
     key: str
     hint: Any
     default: Any
-    doc: str
+    section: type
+
+    @property
+    def doc(self) -> str:
+        """For the help alone: to read sources takes longer than a run file."""
+        return field_docs(self.section).get(self.key.rpartition(".")[2], "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +70,17 @@ def sections(cls: type) -> Mapping[str, type]:
 
 
 def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
-    hints, docs, nested = get_type_hints(cls), field_docs(cls), sections(cls)
+    hints, nested = get_type_hints(cls), sections(cls)
     for spec in dataclasses.fields(cls):
         if spec.name in nested:
             yield from _walk(nested[spec.name], f"{prefix}{spec.name}.")
         else:
             default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
-            yield Leaf(prefix + spec.name, hints[spec.name], default, docs.get(spec.name, ""))
+            yield Leaf(prefix + spec.name, hints[spec.name], default, cls)
 
 
-def field_docs(cls: type) -> dict[str, str]:
+@cache
+def field_docs(cls: type) -> Mapping[str, str]:
     """The string literal under each field, as one line; Python itself does not keep them."""
     docs: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):

@@ -59,7 +59,7 @@ def parse_options(
     given, known = given or {}, leaves(tree)
     if not args:
         return build(cls, given, source)
-    draft: Any = _draft(tree, "", known, given)
+    draft: Any = _draft(tree, "", known, given, documented=bool({"-h", "--help"} & set(args)))
     parsed, rest = tyro.cli(
         draft,
         args=args,
@@ -126,21 +126,24 @@ def take_paths(args: Sequence[str], name: str, command: str) -> tuple[list[str],
     return list(args[:count]), list(args[count:])
 
 
-def _draft(cls: type, prefix: str, known: Mapping[str, Leaf], given: Mapping[str, Given]) -> type:
+def _draft(
+    cls: type, prefix: str, known: Mapping[str, Leaf], given: Mapping[str, Given], *, documented: bool
+) -> type:
     nested = sections(cls)
     fields: list[Any] = []
     for spec in dataclasses.fields(cls):
         key = prefix + spec.name
         if spec.name in nested:
-            fields.append((spec.name, _draft(nested[spec.name], f"{key}.", known, given)))
+            inner = _draft(nested[spec.name], f"{key}.", known, given, documented=documented)
+            fields.append((spec.name, inner))
         else:
             unset = dataclasses.field(default=_UNSET)
-            fields.append((spec.name, _draft_type(known[key], given.get(key)), unset))
+            fields.append((spec.name, _draft_type(known[key], given.get(key), documented), unset))
     namespace = {"__doc__": cls.__doc__ if prefix else ""}
     return dataclasses.make_dataclass(cls.__name__, fields, kw_only=True, namespace=namespace)
 
 
-def _draft_type(leaf: Leaf, given: Given | None) -> Any:
+def _draft_type(leaf: Leaf, given: Given | None, documented: bool) -> Any:
     default = leaf.default if given is None else given.value
     hint = "(required)" if default is REQUIRED else f"(default: {shown(default)})"
     # nargs "*" for all: how many values an option takes is checked in `_given`, which knows how to say it.
@@ -151,7 +154,8 @@ def _draft_type(leaf: Leaf, given: Given | None) -> Any:
         is_instance=lambda value: True,
         str_from_instance=lambda value: [""],
     )
-    return Annotated[object, texts, tyro.conf.arg(help=leaf.doc, help_behavior_hint=hint)]
+    told = leaf.doc if documented else ""
+    return Annotated[object, texts, tyro.conf.arg(help=told, help_behavior_hint=hint)]
 
 
 def _texts(parsed: Any, prefix: str) -> Iterable[tuple[str, list[str]]]:

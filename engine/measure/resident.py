@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tierstream.engine.assemble import build_model
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model.binding import Binding
+from tierstream.engine.model.build import build_model
 from tierstream.engine.model.carve import TORCH_DTYPES, units_of_run
 from tierstream.engine.model.decoder import decoder_of, layers_of
 from tierstream.engine.model.meta_model import materialise_buffers

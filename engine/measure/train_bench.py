@@ -25,6 +25,7 @@ from tierstream.engine.device.device import Device
 from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.measure.machine import KnownDrive, drives_now
 from tierstream.engine.measure.resident import ResidentModel
+from tierstream.engine.model.build import build_model
 from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.model.meta_model import materialise_buffers
 from tierstream.engine.model.units import ModelUnits
@@ -155,7 +156,7 @@ class TieredBench:
         config = self.config
         device = Device(config.train.device)
         parts.callback(device.close)
-        model, _ = assemble.build_model(config, parts)
+        model, _ = build_model(config, parts)
         units = units_of_run(model, config.moe, config.optimizer)
         planned = [self._plan(setting, units, device) for setting in settings]
         plans = [plan for plan, _ in planned]
@@ -184,7 +185,7 @@ class TieredBench:
         config = replace(self.config, optimizer=setting.optimizer(self.config.optimizer))
         device = Device(config.train.device)
         parts.callback(device.close)
-        model, _ = assemble.build_model(config, parts)
+        model, _ = build_model(config, parts)
         materialise_buffers(model, None, device.torch_device)
         memory = GpuMemory(device.torch_device)
 

@@ -76,11 +76,11 @@ def units_of(config: RunConfig) -> Model:
     name = known.name_of(alone)
     if name is not None and (model := known.find(name)) is not None:
         return model
-    from tierstream.engine import assemble  # takes seconds, for torch and transformers
+    from tierstream.engine.model.build import build_model  # takes seconds, for torch and transformers
     from tierstream.engine.model.carve import units_of_run
 
     with ExitStack() as parts:
-        built, hf_config = assemble.build_model(alone, parts)
+        built, hf_config = build_model(alone, parts)
         model = units_of_run(built, alone.moe, alone.optimizer), hf_config.get_text_config().vocab_size
     if name is not None:
         known.keep(name, model)

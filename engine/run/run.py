@@ -24,6 +24,7 @@ from tierstream.engine.data.stream import StreamedRows, open_stream
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import explain_profile, known_drives, load_profile
 from tierstream.engine.metrics import RunSummary, StepMetrics
+from tierstream.engine.model.build import build_model
 from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.moe.picture import expert_picture
 from tierstream.engine.moe.router_bias import saved_biases
@@ -89,7 +90,7 @@ class Run:
         """Everything before step 0; what is opened is closed by `parts`, last first."""
         run_dir = Path(config.run_dir)
         verdict = pass_gate(config.model, callbacks.on_event)
-        model, hf_config = assemble.build_model(config, parts)
+        model, hf_config = build_model(config, parts)
         check_packing(config.data, config.model.attention, verdict)
         identity = _RunIdentity(run_dir)
         resume, kept = config.checkpoint.resume, run_dir / "checkpoints"

@@ -39,7 +39,7 @@ def test_units_are_read_as_they_were_found(
     found = units_of_run(model, config.moe, config.optimizer)
     expected = replace(found, anatomy=replace(found.anatomy, decoder_output=object)), hf_config.vocab_size
     case.units_of(config)
-    monkeypatch.setattr("tierstream.engine.assemble.build_model", None)  # is not called again
+    monkeypatch.setattr("tierstream.engine.model.build.build_model", None)  # is not called again
     units, vocabulary = case.units_of(config)
     assert (units, vocabulary) == expected
     assert (units.head is units.embed) == (found.head is found.embed)
