@@ -6,20 +6,24 @@ what would make them shorter. Works from the configuration alone: no weights, no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 from tierstream.engine.bound import Bound, Rates, least_traffic, traffic_bound
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import TierPlan
 from tierstream.engine.plan_tiers import dtypes_of, tier_plans
+from tierstream.engine.planner.aside import aside
 from tierstream.engine.planner.case import Case, units_of
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.known import Model
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.needs import Peak, device_peak, disk, planes
 from tierstream.engine.planner.remedies import check_fits, with_remedies
-from tierstream.engine.planner.sample import WHOLE_PAGES, Prediction, predict, take_sample
+from tierstream.engine.planner.sample import WHOLE_PAGES, Pace, Prediction, pace, predict, take_sample
 from tierstream.engine.planner.what_if import Setting
 from tierstream.io.errors import BudgetError
 from tierstream.io.transfer import Direction
@@ -137,9 +141,14 @@ def look_ahead(
         case = check_fits(setting, model)
     except BudgetError as error:
         raise with_remedies(error, setting, model) from error
-    prediction = predict(case, machine)
-    forecast = prediction.forecast
-    bound, flop = step_bound(case, machine), case.plan.flop_per_step
+    changes = tuple(_changes(case, setting)) if compare else ()
+    # One of the changes takes about as long as what is left to do here, and the rest as all that together.
+    with aside(partial(_paced, model, changes[:-1])) if changes else nullcontext(list) as others:
+        prediction = predict(case, machine)
+        bound = step_bound(case, machine)
+        paced = _paced(model, changes[-1:])
+        helps = _helps(prediction, [*others(), *paced])
+    forecast, flop = prediction.forecast, case.plan.flop_per_step
     days = 1e9 / forecast.tokens_per_s / 86400
     steps = config.train.steps
     outlook = Outlook(
@@ -167,7 +176,7 @@ def look_ahead(
         resource=forecast.resource,
         busy_s=forecast.busy_s,
         idle_s=forecast.idle_s,
-        helps=tuple(_helps(model, setting, case, prediction)) if compare else (),
+        helps=helps,
         days_per_billion_tokens=days,
         cost_per_billion_tokens=None if price_per_hour is None else 24 * days * price_per_hour,
         steps=steps,
@@ -209,33 +218,51 @@ def _rates(machine: Machine, drives: int) -> Rates:
     )
 
 
-def _helps(model: Model, setting: Setting, case: Case, before: Prediction) -> Sequence[Help]:
+class _Change(NamedTuple):
+    """What is changed, and how many times over."""
+
+    what: str
+    setting: Setting
+    times: float
+
+
+class _Paced(NamedTuple):
+    """A change that fits, and what steps are like with it."""
+
+    what: str
+    times: float
+    tokens_per_step: int
+    pace: Pace
+
+
+def _paced(model: Model, changes: Iterable[_Change]) -> list[_Paced]:
     found = []
-    for what, changed, times in _changes(case, setting):
+    for what, setting, times in changes:
         try:
-            after = check_fits(changed, model)
+            after = check_fits(setting, model)
         except BudgetError:
             continue  # twice the tokens need not fit
-        forecast = predict(after, changed.machine, growth=before.growth).forecast
-        gain = (forecast.tokens_per_s / before.forecast.tokens_per_s - 1) / times
-        tokens_per_s = (1 + gain) * before.forecast.tokens_per_s
-        step_s = after.plan.tokens_per_step / tokens_per_s
-        found.append(Help(change=what, step_s=step_s, tokens_per_s=tokens_per_s, gain=gain))
-    return sorted(found, key=lambda each: -each.gain)
+        found.append(_Paced(what, times, after.plan.tokens_per_step, pace(after, setting.machine)))
+    return found
 
 
-def _changes(case: Case, setting: Setting) -> Iterator[tuple[str, Setting, float]]:
-    """What is changed, and how many times over."""
+def _helps(before: Prediction, paced: Iterable[_Paced]) -> tuple[Help, ...]:
+    found, tokens_per_s_before = [], before.forecast.tokens_per_s
+    for what, times, tokens, after in paced:
+        gain = (tokens / after.step_s(before.growth) / tokens_per_s_before - 1) / times
+        tokens_per_s = (1 + gain) * tokens_per_s_before
+        found.append(Help(change=what, step_s=tokens / tokens_per_s, tokens_per_s=tokens_per_s, gain=gain))
+    return tuple(sorted(found, key=lambda each: -each.gain))
+
+
+def _changes(case: Case, setting: Setting) -> Iterator[_Change]:
     config, machine = setting.config, setting.machine
-    yield (
-        "twice the tokens per step",
-        setting.with_config({"train.rows_per_step": 2 * config.train.rows_per_step}),
-        1.0,
-    )
+    more_rows = setting.with_config({"train.rows_per_step": 2 * config.train.rows_per_step})
+    yield _Change("twice the tokens per step", more_rows, 1.0)
     if config.tiers.nvme_dirs is not None:
         more = max(_GIB, machine.host_bytes // _DRAM_PART)
-        yield "+1 GiB of DRAM", setting.with_dram(machine.host_bytes + more), more / _GIB
-        yield "+1 drive", setting.with_drives(len(config.tiers.nvme_dirs) + 1), 1.0
+        yield _Change("+1 GiB of DRAM", setting.with_dram(machine.host_bytes + more), more / _GIB)
+        yield _Change("+1 drive", setting.with_drives(len(config.tiers.nvme_dirs) + 1), 1.0)
     if machine.gpu_bytes is not None:
         more_gpu = setting.with_gpu(machine.gpu_bytes + 8 * _GIB, case.plan.gpu_bytes)
-        yield "+8 GiB of GPU memory", more_gpu, 1.0
+        yield _Change("+8 GiB of GPU memory", more_gpu, 1.0)

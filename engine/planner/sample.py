@@ -54,7 +54,7 @@ class Prediction:
 
     Attributes:
         share: of the pages, that was simulated.
-        growth: what the busiest resource waits for in a step, by what it waits for in the part.
+        growth: see `Pace`.
     """
 
     forecast: Forecast
@@ -62,30 +62,47 @@ class Prediction:
     growth: float = 1.0
 
 
-def predict(
-    case: Case, machine: Machine, *, pages: int = PART_PAGES, growth: float | None = None
-) -> Prediction:
+@dataclass(frozen=True)
+class Pace:
+    """Of the steps of a case.
+
+    Attributes:
+        busy_s: seconds of a step in which the busiest resource works.
+        waits_s: in which it waits, in the part that was simulated.
+    """
+
+    busy_s: float
+    waits_s: float
+
+    def step_s(self, growth: float) -> float:
+        """Seconds of a step, if its busiest resource waits for so many times what it does in the part."""
+        return self.busy_s + growth * self.waits_s
+
+
+def pace(case: Case, machine: Machine) -> Pace:
+    """As `predict`, but for the growth, which hardly depends on what is changed of a case."""
+    if case.layout.page_total <= WHOLE_PAGES:
+        return Pace(simulate(case, machine).step_s, 0.0)
+    part = take_sample(case, machine)
+    return _pace(part, _simulated(part, machine))[0]
+
+
+def predict(case: Case, machine: Machine, *, pages: int = PART_PAGES) -> Prediction:
     """`simulate`; where there are many pages, a part with so many. What a resource does grows with the part;
     what the busiest one waits for is partly of each layer and partly of the step, its begin and its end: a
     second part, of half the size, tells how much.
-
-    Args:
-        growth: of the same case before something was changed; None: the second part is simulated too.
     """
     if case.layout.page_total <= WHOLE_PAGES:
         return Prediction(simulate(case, machine), 1.0)
     part = take_sample(case, machine, pages)
     found = _simulated(part, machine)
-    busy_s = part.busy_s(found)
-    longest = max(busy_s, key=busy_s.__getitem__)
-    waits_s = found.step_s - found.busy_s[longest]
-    if growth is None:
-        small = _simulated(take_sample(case, machine, pages // 2), machine)
-        sizes = [each.busy_s[longest] / busy_s[longest] for each in (small, found)]
-        more_s = max(0.0, waits_s - small.step_s + small.busy_s[longest])
-        grown_s = more_s * (1 - sizes[1]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
-        growth = 1 + grown_s / waits_s if waits_s else 1.0
-    step_s, nbytes = busy_s[longest] + growth * waits_s, part.scale["bytes"]
+    paced, longest = _pace(part, found)
+    small = _simulated(take_sample(case, machine, pages // 2), machine)
+    sizes = [each.busy_s[longest] / paced.busy_s for each in (small, found)]
+    more_s = max(0.0, paced.waits_s - small.step_s + small.busy_s[longest])
+    grown_s = more_s * (1 - sizes[1]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
+    growth = 1 + grown_s / paced.waits_s if paced.waits_s else 1.0
+    busy_s, step_s, nbytes = part.busy_s(found), paced.step_s(growth), part.scale["bytes"]
     idle = (step_s - busy_s["compute"]) / max(sum(found.idle_s.values()), 1e-9)
     forecast = replace(
         found,
@@ -98,6 +115,13 @@ def predict(
         dram_peak_bytes=min(case.plan.dram_bytes, int(found.dram_peak_bytes * nbytes)),
     )
     return Prediction(forecast, part.share, growth)
+
+
+def _pace(part: Sample, found: Forecast) -> tuple[Pace, str]:
+    """And the busiest resource."""
+    busy_s = part.busy_s(found)
+    longest = max(busy_s, key=busy_s.__getitem__)
+    return Pace(busy_s[longest], found.step_s - found.busy_s[longest]), longest
 
 
 def _simulated(part: Sample, machine: Machine) -> Forecast:

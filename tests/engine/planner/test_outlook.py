@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -47,6 +48,25 @@ def config(tmp_path: Path) -> RunConfig:
 
 def on_gpu(config: RunConfig) -> RunConfig:
     return changed(config, {"train.device": "cuda"})
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_two_processes_foresee_what_one_does(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, two_cores: None, whole: bool
+) -> None:
+    if not whole:
+        monkeypatch.setattr(sample, "WHOLE_PAGES", 1)
+    forked, fork = list[int](), os.fork
+    monkeypatch.setattr(os, "fork", lambda: forked.append(1) or fork())
+    outlooks = []
+    for cores in ({0, 1}, {0}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: cores)
+        outlooks.append(look_ahead(on_gpu(config), WORKSTATION).outlook)
+    assert len(forked) == 1
+    assert outlooks[0] == outlooks[1]
+    assert len(outlooks[0].helps) == 4
+    look_ahead(on_gpu(config), WORKSTATION, compare=False)
+    assert len(forked) == 1
 
 
 def test_the_numbers_are_those_of_the_run(config: RunConfig) -> None:
