@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import gc
 import json
 import math
 import sys
@@ -64,15 +62,8 @@ class PlanOptions(RunConfig):
 def main(args: Sequence[str]) -> int:
     """The command with its arguments. Returns the exit status; raises TierstreamError."""
     options = parse_run(PlanOptions, args, command="tierstream plan", description=_DESCRIPTION)
-    # Thousands of units are made once and stay: looking through them for garbage is a fifth of the time, and
-    # through all that torch and transformers have made, when the process ends, another second.
-    atexit.register(gc.freeze)
-    gc.disable()
-    try:
-        with without_warnings():
-            return plan(options)
-    finally:
-        gc.enable()
+    with without_warnings():
+        return plan(options)
 
 
 def plan(options: PlanOptions) -> int:

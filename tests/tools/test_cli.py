@@ -206,3 +206,41 @@ def test_a_full_drive_under_the_output_is_said() -> None:
     assert done.returncode == 2
     assert "writing the output failed: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 2])
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_a_plan_ends_with_all_that_was_to_be_done_and_no_more(command: str, status: int) -> None:
+    """What it made is not taken apart, and what others do at the end is done."""
+    code = (
+        "import atexit, sys, threading, time\n"
+        "from tierstream.tools import cli\n"
+        "class Made:\n"
+        "    def __del__(self):\n"
+        "        print('taken apart')\n"
+        "made = Made()\n"
+        "def late():\n"
+        "    time.sleep(0.2)\n"
+        "    print('by a thread')\n"
+        "def dispatch(args):\n"
+        "    atexit.register(print, 'at the end')\n"
+        "    threading.Thread(target=late).start()\n"
+        "    print('x' * 100_000)\n"
+        f"    return {status}\n"
+        "cli._dispatch = dispatch\n"
+        "sys.exit(cli.main())\n"
+    )
+    outcome = run_process(command, code=code)
+    assert (outcome.status, outcome.err) == (status, "")
+    said = ["x" * 100_000, "by a thread", "at the end", *(["taken apart"] if command != "plan" else [])]
+    assert outcome.out.splitlines() == said
+
+
+def test_what_a_plan_cannot_write_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND, "plan", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert "writing the output failed: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
