@@ -149,8 +149,7 @@ def look_ahead(
         paced = _paced(model, changes[-1:])
         helps = _helps(prediction, [*others(), *paced])
     forecast, flop = prediction.forecast, case.plan.flop_per_step
-    days = 1e9 / forecast.tokens_per_s / 86400
-    steps = config.train.steps
+    days, steps = 1e9 / forecast.tokens_per_s / 86400, config.train.steps
     outlook = Outlook(
         machine=machine.name,
         parameters=case.plan.parameters,
