@@ -61,6 +61,9 @@ class Bound:
         return max(self.seconds, key=self.seconds.__getitem__)
 
 
+#: A chain, no resource: where updates wait for the whole gradient, the last layer's forward waits for them,
+#: and backward for that.
+UPDATE_THEN_BACKWARD = "update, then backward"
 #: Page uses in order.
 Uses = Sequence[tuple[Page, Intent]]
 
@@ -130,6 +133,7 @@ def step_bound(
     written_bytes: int,
     device_update_bytes: int = 0,
     cpu_updates: bool = True,
+    after_updates_flop: float | None = None,
 ) -> Bound:
     """Seconds per resource for one step. Reads and writes of the drives overlap at the mixed rates, the rest
     runs alone.
@@ -138,9 +142,11 @@ def step_bound(
         upload_bytes: weights that must go to the device.
         device_update_bytes: what goes to the device to update all parameters there; 0: none is updated there.
         cpu_updates: the CPU updates as well, or alone.
+        after_updates_flop: what begins only when all updates of the step are done; None: they may come any
+            time.
     """
     seconds = {"compute": flop / rates.flop_per_s}
-    on_cpu_s = parameters / rates.update_parameters_per_s
+    on_cpu_s, on_device_s = parameters / rates.update_parameters_per_s, 0.0
     share = 0.0  # of the parameters that are updated on the device
     if rates.upload:
         on_device_s, upload_s = device_update_bytes / rates.upload, upload_bytes / rates.upload
@@ -149,6 +155,9 @@ def step_bound(
             share = max(0.0, on_cpu_s - upload_s) / (on_cpu_s + on_device_s) if cpu_updates else 1.0
         seconds["upload"] = upload_s + share * on_device_s
     seconds["update"] = (1 - share) * on_cpu_s
+    if after_updates_flop is not None and parameters:
+        update_s = max(seconds["update"], share * on_device_s)
+        seconds[UPDATE_THEN_BACKWARD] = update_s + after_updates_flop / rates.flop_per_s
     if rates.nvme_read and rates.nvme_write and rates.nvme_read_mixed and rates.nvme_write_mixed:
         together = min(read_bytes / rates.nvme_read_mixed, written_bytes / rates.nvme_write_mixed)
         alone_read = max(0.0, read_bytes - together * rates.nvme_read_mixed) / rates.nvme_read
@@ -180,13 +189,15 @@ def traffic_bound(rates: Rates, plan: Plan, layout: Layout, read_bytes: int, wri
     if plan.gpu_updates:
         names = {spec.unit for spec in updated}
         moved_bytes = sum(spec.nbytes for spec in streamed.values() if spec.unit in names)
+    flop = plan.flop_per_step - plan.spared_flop
     return step_bound(
         rates,
-        flop=plan.flop_per_step - plan.spared_flop,
+        flop=flop,
         upload_bytes=sum(spec.nbytes for spec in weights),
         parameters=sum(t.numel for spec in updated for t in spec.tensors),
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         device_update_bytes=moved_bytes,
         cpu_updates=plan.cpu_updates,
+        after_updates_flop=None if plan.updates_in_backward else flop - plan.forward_flop,
     )

@@ -175,8 +175,12 @@ class Plan:
     flop_per_step: float
     spared_flop: float
     """Most of `flop_per_step` that the recompute can leave out (engine/step/recompute.py)."""
+    forward_flop: float
+    """What of `flop_per_step` comes before backward."""
     cpu_updates: bool
     gpu_updates: bool
+    updates_in_backward: bool
+    """Else all updates of a step come after its backward: in the next forward."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -357,8 +361,10 @@ def make_plan(
         boundary_nbytes=boundary,
         flop_per_step=step_flop(units, rows * seq_len),
         spared_flop=spared_flop(units, rows * seq_len),
+        forward_flop=float(units.forward_flop_per_token * rows * seq_len),
         cpu_updates=optimizer.placement != "gpu",
         gpu_updates=on_device,
+        updates_in_backward=optimizer.updates_in_backward,
     )
     return plan, layout
 

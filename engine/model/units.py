@@ -5,7 +5,7 @@ model, and `engine.model.carve` finds the units of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -140,12 +140,20 @@ class ModelUnits:
         trained), 2 in layers without a backward; of experts for those that the token goes to. Embedding
         look-up is free, attention not counted.
         """
-        lookups = {unit.name for unit in (self.tables if self.tied else (self.embed, *self.tables))}
         without = {unit.name for index in range(self.backward_from) for unit in self.of_layer(index)}
 
         def per_parameter(unit: Unit) -> int:
             return 2 if unit.name in without else 8 if unit.trained else 6
 
+        return self._flop_per_token(per_parameter)
+
+    @cached_property
+    def forward_flop_per_token(self) -> int:
+        """Those of them that belong to forward."""
+        return self._flop_per_token(lambda unit: 2)
+
+    def _flop_per_token(self, per_parameter: Callable[[Unit], int]) -> int:
+        lookups = {unit.name for unit in (self.tables if self.tied else (self.embed, *self.tables))}
         computed = (unit for unit in self.in_forward_order if unit.name not in lookups)
         total = sum(per_parameter(unit) * unit.parameters for unit in computed)
         for layer, experts, passed_by in zip(self.layers, self.experts, self.passed_by, strict=True):

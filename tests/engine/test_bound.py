@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.stores import PAGE_BYTES, layout_of
 
-from tierstream.engine.bound import Bound, Rates, least_traffic, step_bound
+from tierstream.engine.bound import UPDATE_THEN_BACKWARD, Bound, Rates, least_traffic, step_bound
 from tierstream.engine.device.memory import DeviceMemory
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.policy import POLICIES
@@ -119,6 +119,23 @@ def test_the_bound_is_the_slowest_resource_and_reads_overlap_writes() -> None:
     )
     assert bound.seconds == {"compute": 1.0, "update": 0.1, "upload": 1.0, "nvme": 1.0 + 1.0}
     assert (bound.resource, bound.step_s) == ("nvme", 2.0)
+
+
+def test_backward_begins_when_the_updates_before_it_are_done() -> None:
+    """0.3 s of updates and 0.75 of the products, where compute alone takes 1 s."""
+    rates = Rates(flop_per_s=1e12, upload=None, update_parameters_per_s=1e9)
+
+    def bound(parameters: int, after_updates_flop: float | None) -> Bound:
+        return step_bound(
+            rates, flop=1e12, upload_bytes=0, parameters=parameters, read_bytes=0, written_bytes=0,
+            after_updates_flop=after_updates_flop,
+        )  # fmt: skip
+
+    deferred = bound(3 * 10**8, 0.75e12)
+    assert deferred.seconds == pytest.approx({"compute": 1.0, "update": 0.3, UPDATE_THEN_BACKWARD: 1.05})
+    assert (deferred.resource, deferred.step_s) == (UPDATE_THEN_BACKWARD, pytest.approx(1.05))
+    assert bound(3 * 10**8, None).seconds == {"compute": 1.0, "update": 0.3}
+    assert bound(0, 0.75e12).seconds == {"compute": 1.0, "update": 0.0}, "nothing is updated"
 
 
 def updated_by(update_s: float, upload_s: float, through_device_s: float, *, cpu: bool, gpu: bool) -> Bound:
