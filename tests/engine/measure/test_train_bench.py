@@ -112,6 +112,7 @@ def test_shapes_have_the_published_number_of_parameters(
     layers, expert, without = idle.get(name, (0, 0, 0))
     active = parameters - looked_up.get(name, 0) - layers * expert * without
     assert step_flop(units, 7) == pytest.approx(8 * active * 7, rel=1e-12)
+    assert units.forward_flop_per_token == pytest.approx(2 * active, rel=1e-12)
 
 
 def test_depth_changes_the_layers_alone() -> None:
