@@ -14,7 +14,8 @@ class Forecast:
 
     Attributes:
         step_s: seconds.
-        steps_s: of all simulated steps, the first from no page in DRAM; the last is `step_s`.
+        steps_s: of all simulated steps, the first from no page in DRAM. The last is `step_s`, or where steps
+            never become alike, the median of the later half.
         tokens_per_s: tokens of a step by its seconds.
         busy_s: resource -> seconds at work: compute, upload, download, update (of the CPU), interpreter, and
             each drive by its directory. Where threads share the CPU's cores, work takes longer.
@@ -22,7 +23,7 @@ class Forecast:
         nbytes: moved by each link: upload, download, "nvme read", "nvme write"; the first two with what an
             update on the GPU moves.
         dram_peak_bytes: frames in use at most.
-        spans: of the last step, as a trace of it would hold them.
+        spans: of the step, as a trace of it would hold them.
     """
 
     step_s: float

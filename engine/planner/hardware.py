@@ -22,13 +22,17 @@ class Notes:
     """Spans of a step, as `Trace` keeps them.
 
     Attributes:
-        recording: spans are kept.
+        spans: that ended in the latest step.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.recording = False
         self.spans: list[Span] = []
+
+    def begin(self, *, recording: bool) -> None:
+        """A step begins, of which spans are kept or not."""
+        self.recording, self.spans = recording, []
 
     def waited(self, track: Track, cause: str, unit: str, begin_s: float) -> None:
         """Somebody has waited since then, if it was any time."""

@@ -23,8 +23,6 @@ WHOLE_PAGES, PART_PAGES = 3000, 1000
 _LAYERS_LEAST, _EXPERTS_LEAST, _EXPERT_SLOTS_LEAST = 2, 12, 4
 #: Fewer frames than this make the store wait where a larger one would not.
 _FRAMES_LEAST = 32
-#: Steps of a part: the first, from no page in DRAM, and another.
-_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def _pace(part: Sample, found: Forecast) -> tuple[Pace, str]:
 
 
 def _simulated(part: Sample, machine: Machine) -> Forecast:
-    return simulate(part.case, machine, _STEPS, times=part.times, experts=part.experts)
+    return simulate(part.case, machine, times=part.times, experts=part.experts)
 
 
 def take_sample(case: Case, machine: Machine, pages: int = PART_PAGES) -> Sample:

@@ -8,9 +8,8 @@ how long it takes follows from the machine's rates.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.clock import Steps
@@ -21,24 +20,32 @@ from tierstream.engine.planner.host import Host
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.times import LayerTimes, modelled_times
 from tierstream.engine.trace.summary import summarise
+from tierstream.engine.trace.trace import Span
 from tierstream.io.transfer import Direction
 
 #: (step, layer) -> the experts of the layer that have tokens in it.
 ExpertUse = Callable[[int, int], Sequence[int]]
 
+#: A step is settled that moves as many bytes between DRAM and drives as the step before it, to this part.
+_SETTLED = 0.02
+#: The second step is the first with updates, so the third is the first that has one like it before it. With
+#: `lru` DRAM fills with what it will keep in four to six. Some cases never settle: pages take turns.
+_STEPS_LEAST, _STEPS_MOST = 3, 9
+
 
 def simulate(
     case: Case,
     machine: Machine,
-    steps: int = 3,
+    steps: int | None = None,
     *,
     times: LayerTimes | None = None,
     experts: ExpertUse | None = None,
 ) -> Forecast:
-    """Run some steps in simulated time; the forecast is of the last, which is in steady state.
+    """Run steps in simulated time, until one is in steady state; the forecast is of that one.
 
     Args:
-        steps: at least 2; the first begins with no page in DRAM and nothing to update.
+        steps: at least 2, the forecast is of the last; None: as many as it takes. The first begins with no
+            page in DRAM and nothing to update.
         times: of the device; None: modelled from the machine's rates.
         experts: which have tokens; None: tokens go to experts at random, all equally likely, and a case of
             many pages is made coarser.
@@ -49,34 +56,68 @@ def simulate(
         experts = expected_use(case)
     hardware = Hardware(case, machine)
     host = Host(hardware, case, times, experts)
-    before: Mapping[str, float] = {}
-    counted: Mapping[str, int] = {}
-    ends = [0.0]
+    made, ended = list[_Step](), False
 
     def run() -> Steps[None]:
-        nonlocal before, counted
-        for step in range(steps):
-            before, counted = _busy(hardware), _moved(hardware)
-            hardware.notes.recording = step == steps - 1
-            yield from host.step(step)
-            ends.append(hardware.clock.now_s)
+        nonlocal ended
+        while not ended:
+            begin_s, busy, moved = hardware.clock.now_s, _busy(hardware), _moved(hardware)
+            hardware.notes.begin(recording=len(made) + 1 >= (steps or _STEPS_LEAST))
+            yield from host.step(len(made))
+            made.append(
+                _Step(
+                    hardware.clock.now_s - begin_s,
+                    {name: seconds - busy[name] for name, seconds in _busy(hardware).items()},
+                    {name: nbytes - moved[name] for name, nbytes in _moved(hardware).items()},
+                    hardware.notes.spans,
+                )
+            )
+            ended = _is_settled(made) or len(made) >= _STEPS_MOST if steps is None else len(made) == steps
 
     hardware.clock.start(run())
-    hardware.clock.run_until(lambda: len(ends) > steps)
-    busy, moved = Counter(_busy(hardware)), Counter(_moved(hardware))
-    spans = hardware.notes.spans
-    step_s = ends[-1] - ends[-2]
-    (traced,) = summarise(spans)
+    hardware.clock.run_until(lambda: ended)
+    step = _steady(made) if steps is None else made[-1]
+    (traced,) = summarise(step.spans)
     return Forecast(
-        step_s=step_s,
-        steps_s=[end - begin for begin, end in pairwise(ends)],
-        tokens_per_s=case.plan.tokens_per_step / step_s,
-        busy_s={name: seconds - before[name] for name, seconds in busy.items()},
+        step_s=step.seconds,
+        steps_s=[each.seconds for each in made],
+        tokens_per_s=case.plan.tokens_per_step / step.seconds,
+        busy_s=step.busy_s,
         idle_s=traced.idle_s,
-        nbytes={name: nbytes - counted[name] for name, nbytes in moved.items()},
+        nbytes=step.nbytes,
         dram_peak_bytes=hardware.store.stats.frames_in_use_peak * case.layout.page_bytes,
-        spans=spans,
+        spans=step.spans,
     )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One simulated step; busy seconds, bytes moved and spans as in `Forecast`."""
+
+    seconds: float
+    busy_s: Mapping[str, float]
+    nbytes: Mapping[str, int]
+    spans: Sequence[Span]
+
+    @property
+    def drive_nbytes(self) -> int:
+        return self.nbytes["nvme read"] + self.nbytes["nvme write"]
+
+
+def _is_settled(made: Sequence[_Step]) -> bool:
+    """Which pages a step finds in DRAM has settled: the last moved as many bytes as the one before it."""
+    if len(made) < _STEPS_LEAST:
+        return False
+    before, last = (step.drive_nbytes for step in made[-2:])
+    return abs(last - before) <= _SETTLED * before
+
+
+def _steady(made: Sequence[_Step]) -> _Step:
+    """The last step where it has settled, else the median of the later half."""
+    if _is_settled(made):
+        return made[-1]
+    half = sorted(made[len(made) // 2 :], key=lambda step: step.seconds)
+    return half[len(half) // 2]
 
 
 def expected_use(case: Case, seed: int = 0) -> ExpertUse:
