@@ -147,8 +147,8 @@ def _run(case: _Case, directory: str, steps: int, timed: Known) -> dict[str, flo
         machine = Machine.here(config)
         planned = case_of(config, machine)
         measured_s = statistics.median(s.end_s - s.begin_s for s in spans if s.track is Track.STEPS)
-        foreseen = simulate(planned, machine, 4, times=timed, experts=lambda step, layer: used[layer])
-        modelled = simulate(planned, machine, 4, experts=lambda step, layer: used[layer])
+        foreseen = simulate(planned, machine, times=timed, experts=lambda step, layer: used[layer])
+        modelled = simulate(planned, machine, experts=lambda step, layer: used[layer])
     return {
         "measured_s": measured_s,
         "timed_s": foreseen.step_s,
