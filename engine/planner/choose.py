@@ -2,16 +2,16 @@
 
 A way to divide the device's memory and the work is a branch, and its leaves are the settings of the store.
 A branch that cannot be faster than the best plan so far (floor.py) is cut; of the others the most promising
-comes next. So what is found is the fastest of the grid, up to the tolerance; and where the budget of
-simulations ends the search, it is known how much faster another could be.
+comes next, and of the leaves of a branch those whose settings have all done well: what is slow is not tried
+in every combination. So what is found is the fastest of the grid, up to the tolerance; and where the budget
+of simulations ends the search, it is known how much faster another could be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from heapq import heappop, heappush
-from itertools import count
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model.units import ModelUnits
@@ -119,6 +119,7 @@ class _Branch:
     Attributes:
         case: to be simulated, in pages that may be larger.
         plan: with its own pages.
+        least_s: (key, value) -> the fastest step so far of a leaf with that setting.
     """
 
     values: Values
@@ -127,6 +128,17 @@ class _Branch:
     case: Case
     times: LayerTimes
     floor_s: float
+    least_s: dict[tuple[str, Any], float] = field(default_factory=dict)
+
+    def promise_s(self, values: Values) -> float:
+        """What the slowest of a leaf's settings has come to at best; the floor while nothing is known."""
+        known = (self.least_s[setting] for setting in values.items() if setting in self.least_s)
+        return max(known, default=self.floor_s)
+
+    def note(self, values: Values, step_s: float) -> None:
+        """A leaf was simulated."""
+        for setting in values.items():
+            self.least_s[setting] = min(step_s, self.least_s.get(setting, step_s))
 
     def leaves(self) -> Iterator[tuple[Values, Case]]:
         for own in store_settings(self.config, self.plan):
@@ -162,13 +174,10 @@ class _Search:
         return _Branch(values, config, plan, case, times, floor_s(case, self.machine, times))
 
     def run(self, simulations: int, tolerance: float) -> _Best:
-        numbers = count()
-        open_: list[tuple[float, int, _Branch, Values, Case]] = []
-        for branch in self._branches():
-            values, case = next(branch.leaves())
-            heappush(open_, (branch.floor_s, next(numbers), branch, values, case))
+        open_ = [(branch, *next(branch.leaves())) for branch in self._branches()]
         while open_:
-            _, _, branch, values, case = heappop(open_)
+            promises_s = [branch.promise_s(values) for branch, values, _ in open_]
+            branch, values, case = open_.pop(promises_s.index(min(promises_s)))
             best_s = min((each.forecast.step_s for each in self._simulated), default=float("inf"))
             if branch.floor_s * (1 + tolerance) >= best_s:
                 self._leave(branch, values, f"takes {branch.floor_s:.3g} s at least")
@@ -177,9 +186,9 @@ class _Search:
             else:
                 forecast = simulate(case, self.machine, times=branch.times)
                 self._simulated.append(_Best(values, forecast, branch, case))
-                first = next(branch.leaves())[0]
-                for own, leaf in list(branch.leaves())[1:] if values == first else []:
-                    heappush(open_, (forecast.step_s, next(numbers), branch, own, leaf))
+                if not branch.least_s:
+                    open_ += [(branch, *leaf) for leaf in list(branch.leaves())[1:]]
+                branch.note(values, forecast.step_s)
         self._simulated.sort(key=lambda each: each.forecast.step_s)
         return self._simulated[0]
 

@@ -111,6 +111,17 @@ def test_the_choice_is_that_of_trying_everything(tmp_path: Path, name: str) -> N
     assert again.step_s == choice.forecast.step_s  # the configuration is that very plan
 
 
+def test_what_is_slow_is_not_tried_in_every_combination(tmp_path: Path) -> None:
+    """`lru` once in each branch, so few simulations find what all of them find."""
+    config = a_run(tmp_path, gpu=False, tiers={"gpu": ByteSize("250KiB")}, optimizer=OptimizerConfig())
+    few, all_ = (choose(config, a_machine(gpu=False), simulations=count, tolerance=0) for count in (24, 1000))
+    tried = [each.values for each in few.alternatives if each.step_s is not None] + [few.values]
+    branches = {(each["tiers.activations"], each["tiers.resident"]) for each in tried}
+    assert len(tried) == 24 < sum(each.step_s is not None for each in all_.alternatives)
+    assert sum(each["tiers.policy"] == "lru" for each in tried) <= len(branches)
+    assert few.forecast.step_s == all_.forecast.step_s
+
+
 def test_few_simulations_tell_how_much_faster_another_could_be(tmp_path: Path) -> None:
     config = a_run(tmp_path, **CASES["GPU, drive"])
     few, many = (choose(config, a_machine(gpu=True), simulations=count) for count in (2, 8))
