@@ -30,7 +30,7 @@ ExpertUse = Callable[[int, int], Sequence[int]]
 _SETTLED = 0.02
 #: The second step is the first with updates, so the third is the first that has one like it before it. With
 #: `lru` DRAM fills with what it will keep in four to six. Some cases never settle: pages take turns.
-_STEPS_LEAST, _STEPS_MOST = 3, 9
+_STEPS_WITH_UPDATES, _STEPS_MOST = 2, 9
 
 
 def simulate(
@@ -62,7 +62,7 @@ def simulate(
         nonlocal ended
         while not ended:
             begin_s, busy, moved = hardware.clock.now_s, _busy(hardware), _moved(hardware)
-            hardware.notes.begin(recording=len(made) + 1 >= (steps or _STEPS_LEAST))
+            hardware.notes.begin(recording=len(made) + 1 >= (steps or _STEPS_WITH_UPDATES))
             yield from host.step(len(made))
             made.append(
                 _Step(
@@ -72,11 +72,14 @@ def simulate(
                     hardware.notes.spans,
                 )
             )
-            ended = _is_settled(made) or len(made) >= _STEPS_MOST if steps is None else len(made) == steps
+            if steps is None:
+                ended = _is_settled(made, case.plan.dram_bytes) or len(made) == _STEPS_MOST
+            else:
+                ended = len(made) == steps
 
     hardware.clock.start(run())
     hardware.clock.run_until(lambda: ended)
-    step = _steady(made) if steps is None else made[-1]
+    step = made[-1] if steps is not None else _steady(made, case.plan.dram_bytes)
     (traced,) = summarise(step.spans)
     return Forecast(
         step_s=step.seconds,
@@ -104,17 +107,20 @@ class _Step:
         return self.nbytes["nvme read"] + self.nbytes["nvme write"]
 
 
-def _is_settled(made: Sequence[_Step]) -> bool:
-    """Which pages a step finds in DRAM has settled: the last moved as many bytes as the one before it."""
-    if len(made) < _STEPS_LEAST:
+def _is_settled(made: Sequence[_Step], dram_bytes: int) -> bool:
+    """The last step moved as many bytes as the one before it, or it moved so many that what it found in DRAM
+    makes no difference.
+    """
+    if len(made) < _STEPS_WITH_UPDATES:
         return False
     before, last = (step.drive_nbytes for step in made[-2:])
-    return abs(last - before) <= _SETTLED * before
+    alike = len(made) > _STEPS_WITH_UPDATES and abs(last - before) <= _SETTLED * before
+    return alike or dram_bytes <= _SETTLED * last
 
 
-def _steady(made: Sequence[_Step]) -> _Step:
+def _steady(made: Sequence[_Step], dram_bytes: int) -> _Step:
     """The last step where it has settled, else the median of the later half."""
-    if _is_settled(made):
+    if _is_settled(made, dram_bytes):
         return made[-1]
     half = sorted(made[len(made) // 2 :], key=lambda step: step.seconds)
     return half[len(half) // 2]
