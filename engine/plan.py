@@ -6,19 +6,19 @@ What can be known to be impossible is refused here, with the numbers and the rem
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.device.memory import IN_FLIGHT_PAGES, DeviceMemory, divide, rounds_gradients
+from tierstream.engine.page_size import AUTO_DRAM_SHARE, paged
 from tierstream.engine.update.granules import DEVICE_GRANULES, device_granule_nbytes
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
 from tierstream.io.throttle import Limits
 from tierstream.tiered.capture import READS_AHEAD
-from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round_up
+from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout
 
 if TYPE_CHECKING:
     from tierstream.engine.model.units import ModelUnits
@@ -26,22 +26,9 @@ if TYPE_CHECKING:
 
 #: Folder that a run makes in each of `tiers.nvme_dirs`; nothing else there is touched.
 STATE_FOLDER = "tierstream-state"
-#: A page is at most this large. A drive and a link gain nothing beyond 16 MiB, but every page costs some
-#: 0.2 ms of Python, in threads that share one interpreter lock with the one that launches the layers.
-_PAGE_MAX_BYTES = 64 << 20
-#: And a DRAM budget smaller than the state holds at least this many pages, so that eviction has a choice ...
-_FRAMES_WANTED = 384
-#: ... but this many, where pages would else be smaller than one that costs little.
-_FRAMES_LEAST = 48
 #: Fewest frames with which all go on: an update granule (9 pages in the widest mode; workers take turns where
 #: frames are few), 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
 _FRAMES_MIN = 24
-#: Below this a page costs more time in Python than on its way to a drive; one of 1 MiB costs little.
-_PAGE_SMALL_BYTES, _PAGE_GOOD_BYTES = 64 << 10, 1 << 20
-#: Share of the state's bytes that may be lost in frames which are not full, where pages can be smaller.
-_WASTE_MAX = 1 / 8
-#: Share of the memory that is free at start which an automatic DRAM budget takes.
-_AUTO_DRAM_SHARE = 0.7
 #: Share of what is then still free for copies of pages that change while a checkpoint is written.
 _AUTO_COPY_SHARE = 0.25
 
@@ -194,30 +181,6 @@ class Plan:
         return 0 if fits else self.step_local_bytes
 
 
-def choose_page_bytes(piece_nbytes: int, state_bytes: int, config: TiersConfig, available_bytes: int) -> int:
-    """Page size: a whole fraction of the weight plane of a layer, or of an expert where there are some: the
-    last page of a plane then wastes next to nothing.
-    """
-    if config.page is not None:
-        return int(config.page)
-    largest = _PAGE_MAX_BYTES
-    dram = int(_AUTO_DRAM_SHARE * available_bytes if config.dram is None else config.dram)
-    if dram < state_bytes:
-        largest = min(largest, max(dram // _FRAMES_WANTED, min(dram // _FRAMES_LEAST, _PAGE_GOOD_BYTES)))
-    pieces = max(1, -(-piece_nbytes // max(largest, PAGE_ALIGN_BYTES)))
-    return round_up(-(-piece_nbytes // pieces), PAGE_ALIGN_BYTES)
-
-
-def fit_small_planes(page_bytes: int, sizes: Mapping[tuple[int, bool], int]) -> int:
-    """A smaller page where many planes are much smaller than that one, and each takes a whole frame: what is
-    trained of layers frozen but for few vectors. Never one that costs more than its bytes. `sizes`: Layout's.
-    """
-    most = _WASTE_MAX * sum(count * nbytes for (nbytes, _), count in sizes.items())
-    while page_bytes > _PAGE_GOOD_BYTES and sum(k * (-n % page_bytes) for (n, _), k in sizes.items()) > most:
-        page_bytes = round_up(-(-page_bytes // 2), PAGE_ALIGN_BYTES)
-    return page_bytes
-
-
 def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
     """Bytes of the DRAM tier: the budget, or what is best, never more than the state needs; whole pages.
 
@@ -228,7 +191,7 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
     or_page = "" if config.page is None else f", or lower tiers.page ({format_bytes(page)})"
     everything = layout.page_total * page
     if config.dram is None:
-        budget = everything if everything <= _AUTO_DRAM_SHARE * free else int(_AUTO_DRAM_SHARE * free)
+        budget = everything if everything <= AUTO_DRAM_SHARE * free else int(AUTO_DRAM_SHARE * free)
     else:
         budget = int(config.dram)
         if budget > free and min(budget, everything) > free:
@@ -277,20 +240,6 @@ def size_copies(wanted: int | None, config: TiersConfig, layout: Layout, spare_b
     return page * min(most, max(budget // page, READS_AHEAD if config.nvme_dirs else 0))
 
 
-def page_warning(config: TiersConfig, plan: Plan) -> str | None:
-    """What to say where a small DRAM budget over drives made the pages small."""
-    if config.page is not None or config.nvme_dirs is None or plan.dram_bytes >= plan.durable_bytes:
-        return None
-    if plan.dram_bytes // _FRAMES_LEAST >= _PAGE_SMALL_BYTES:
-        return None
-    enough = min(_FRAMES_LEAST * _PAGE_GOOD_BYTES, plan.durable_bytes)
-    return (
-        f"tiers.dram holds {format_bytes(plan.dram_bytes)} of {format_bytes(plan.durable_bytes)} of state, "
-        f"so pages are {format_bytes(plan.page_bytes)}, each as costly for the processor as a large one; "
-        f"with {format_bytes(enough)} they are up to {format_bytes(_PAGE_GOOD_BYTES)}"
-    )
-
-
 def step_flop(units: ModelUnits, tokens: int) -> float:
     """FLOP of a step; attention is not counted."""
     return float(units.flop_per_token * tokens)
@@ -328,27 +277,20 @@ def make_plan(
     Raises:
         BudgetError: a tier cannot hold what it must hold at once.
     """
-    from tierstream.engine.model.units import build_layout
-
-    boundary_nbytes = rows * seq_len * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
-    boundary = None if tiers.activations == "gpu" else boundary_nbytes
-    layout_of = partial(
-        build_layout, units, page_bytes=PAGE_ALIGN_BYTES, boundary_nbytes=boundary,
-        master=optimizer.master, grad_dtype=optimizer.grad_dtype,
-    )  # fmt: skip
-    layout = _paged(units, layout_of(), tiers, available_bytes)
+    tokens = rows * seq_len
+    boundary = tokens * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
+    boundary_nbytes = None if tiers.activations == "gpu" else boundary
     on_device = optimizer.updates_on_device(device_in_host=device_in_host, threads=update_threads)
-    memory = divide(
-        units, layout, boundary_nbytes=boundary, expert_nbytes=expert_nbytes, budget=tiers.gpu,
-        stay=tiers.resident, passing_nbytes=_passing_nbytes(units, layout, on_device=on_device),
+    layout, memory = _placed(
+        units, tiers, optimizer, boundary_nbytes=boundary_nbytes, expert_nbytes=expert_nbytes,
+        available_bytes=available_bytes, on_device=on_device,
     )  # fmt: skip
-    layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident) if memory.resident else layout
     free = available_bytes - (memory.nbytes if device_in_host else 0)
     dram = size_dram(tiers, layout, free)
     plan = Plan(
         parameters=units.numel,
         frozen_parameters=units.frozen,
-        tokens_per_step=rows * seq_len,
+        tokens_per_step=tokens,
         page_bytes=layout.page_bytes,
         dram_bytes=dram,
         copy_bytes=size_copies(copy_memory, tiers, layout, free - dram),
@@ -358,10 +300,10 @@ def make_plan(
         prefetch_bytes=_ahead(tiers, dram, layout.page_bytes),
         writeback_bytes=int(dram // 8 if tiers.writeback is None else tiers.writeback),
         device=memory,
-        boundary_nbytes=boundary,
-        flop_per_step=step_flop(units, rows * seq_len),
-        spared_flop=spared_flop(units, rows * seq_len),
-        forward_flop=float(units.forward_flop_per_token * rows * seq_len),
+        boundary_nbytes=boundary_nbytes,
+        flop_per_step=step_flop(units, tokens),
+        spared_flop=spared_flop(units, tokens),
+        forward_flop=float(units.forward_flop_per_token * tokens),
         cpu_updates=optimizer.placement != "gpu",
         gpu_updates=on_device,
         updates_in_backward=optimizer.updates_in_backward,
@@ -369,19 +311,36 @@ def make_plan(
     return plan, layout
 
 
+def _placed(
+    units: ModelUnits,
+    tiers: TiersConfig,
+    optimizer: OptimizerConfig,
+    *,
+    boundary_nbytes: int | None,
+    expert_nbytes: int | None,
+    available_bytes: int,
+    on_device: bool,
+) -> tuple[Layout, DeviceMemory]:
+    """What the store holds, in pages, and the device's buffers. `on_device`: updates pass through it."""
+    from tierstream.engine.model.units import build_layout
+
+    layout_of = partial(
+        build_layout, units, page_bytes=PAGE_ALIGN_BYTES, boundary_nbytes=boundary_nbytes,
+        master=optimizer.master, grad_dtype=optimizer.grad_dtype,
+    )  # fmt: skip
+    layout = paged(units, layout_of(), tiers, available_bytes)
+    memory = divide(
+        units, layout, boundary_nbytes=boundary_nbytes, expert_nbytes=expert_nbytes, budget=tiers.gpu,
+        stay=tiers.resident, passing_nbytes=_passing_nbytes(units, layout, on_device=on_device),
+    )  # fmt: skip
+    if memory.resident:
+        layout = layout_of(page_bytes=layout.page_bytes, resident=memory.resident)
+    return layout, memory
+
+
 def _ahead(tiers: TiersConfig, dram: int, page: int) -> int:
     """How far reads run ahead: two granules, else little, for a page that comes early keeps another out."""
     return min(dram // 4, max(dram // 16, 16 * page)) if tiers.prefetch is None else int(tiers.prefetch)
-
-
-def _paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes: int) -> Layout:
-    """The planes of a layout, in pages of the size that is best."""
-    pieces = [unit for experts in units.experts for unit in experts] or units.layers
-    piece_nbytes = max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
-    chosen = choose_page_bytes(piece_nbytes, layout.nbytes(durable=True), tiers, available_bytes)
-    if tiers.page is None:
-        chosen = fit_small_planes(chosen, layout.sizes)
-    return Layout(chosen, layout.planes, layout.counted)
 
 
 def _passing_nbytes(units: ModelUnits, layout: Layout, *, on_device: bool) -> int:

@@ -30,8 +30,8 @@ from tierstream.engine.moe.picture import expert_picture
 from tierstream.engine.moe.router_bias import saved_biases
 from tierstream.engine.moe.router_loss import explain_router_losses
 from tierstream.engine.moe.use import NO_COUNTS, ExpertStep
+from tierstream.engine.page_size import page_warning
 from tierstream.engine.parity.gate import pass_gate
-from tierstream.engine.plan import page_warning
 from tierstream.engine.plan_report import describe_plan
 from tierstream.engine.run.callbacks import Callbacks
 from tierstream.engine.run.directory import RunDirectory

@@ -6,26 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.models import tiny_model
 from support.rig import Setup, rig, tiny_config
 from support.runs import make_run
 
-from tierstream.engine import plan_report
+from tierstream.engine import page_size, plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.measure import machine
-from tierstream.engine.plan import (
-    Plan,
-    TiersConfig,
-    choose_page_bytes,
-    fit_small_planes,
-    page_warning,
-    size_copies,
-    size_dram,
-)
+from tierstream.engine.model.carve import find_units
+from tierstream.engine.model.units import build_layout
+from tierstream.engine.page_size import choose_page_bytes, fit_small_planes, page_warning, paged
+from tierstream.engine.plan import Plan, TiersConfig, size_copies, size_dram
 from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
-from tierstream.io.errors import BudgetError
-from tierstream.tiered.layout import Layout
+from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout
 
 PAGE_BYTES = 1 << 20
 
@@ -56,6 +52,29 @@ def test_pages_are_smaller_where_small_planes_would_each_take_one() -> None:
     assert fit_small_planes(50 << 20, frozen) == 50 << 20
     assert fit_small_planes(50 << 20, frozen | norms) == 25 << 18
     assert fit_small_planes(50 << 20, norms) == 800 << 10
+
+
+def test_more_pages_than_a_run_can_keep_account_of_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a remedy that works, and that half of would not do; a page that was set is named alone."""
+    units = find_units(tiny_model())
+    layout = build_layout(
+        units, page_bytes=PAGE_ALIGN_BYTES, boundary_nbytes=None, master="split", grad_dtype="float32"
+    )
+    monkeypatch.setattr(page_size, "PAGES_MAX", 120)
+
+    def pages(**tiers: str) -> int:
+        given = {key: ByteSize(value) for key, value in tiers.items()}
+        return paged(units, layout, TiersConfig(nvme_dirs=["/drive"], **given), 4 << 30).page_total
+
+    said = r"^the DRAM tier has 97.66 KiB: .* pages of 4.00 KiB, more than the 120 "
+    with pytest.raises(BudgetError, match=said) as caught:
+        pages(dram="100kB")
+    assert pages(dram=str(caught.value.need_bytes)) <= 120
+    with pytest.raises(BudgetError):
+        pages(dram=str(caught.value.need_bytes // 2))
+    with pytest.raises(ConfigError, match=r"^tiers.page is 4.00 KiB: .* raise it, or leave it out$"):
+        pages(page="4KiB", dram="100kB")
+    assert pages(page="64KiB", dram="100kB") <= 120
 
 
 @pytest.mark.parametrize("page", [None, ByteSize(PAGE_BYTES)])

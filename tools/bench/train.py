@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model import kernels
 from tierstream.engine.model.shapes import architecture
-from tierstream.engine.plan import page_warning
+from tierstream.engine.page_size import page_warning
 from tierstream.io.drives import check_directories
 from tierstream.io.errors import BudgetError, ConfigError, TierstreamError
 from tierstream.io.scratch import ScratchFolder
