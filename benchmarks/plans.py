@@ -55,7 +55,7 @@ def _config(folder: str, drive: str) -> RunConfig:
             dram=ByteSize("12MiB"),
             nvme_dirs=[drive],
             page=ByteSize("64KiB"),
-            throttle=ThrottleConfig(read=ByteSize("60MiB"), write=ByteSize("50MiB")),
+            throttle=ThrottleConfig(read=ByteSize("20MiB"), write=ByteSize("16MiB")),
             backend="posix",
         ),
         train=TrainConfig(rows_per_step=_ROWS),

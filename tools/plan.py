@@ -7,10 +7,12 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstream.engine.config import RunConfig
+from tierstream.engine.planner.aside import companion
 from tierstream.io import durable
 from tierstream.io.errors import ConfigError
 from tierstream.tools.options import parse_run
@@ -18,6 +20,7 @@ from tierstream.tools.quiet import without_warnings
 
 if TYPE_CHECKING:
     from tierstream.engine.planner.machine import Machine
+    from tierstream.engine.planner.outlook import Ahead
 
 _DESCRIPTION = """\
 Say what a run comes to before it is begun: whether it fits, what it takes of each
@@ -68,12 +71,32 @@ def main(args: Sequence[str]) -> int:
 
 def plan(options: PlanOptions) -> int:
     """Plan and tell. Returns the exit status; raises TierstreamError."""
-    machine = _machine(options)
+    with ExitStack() as stack:
+        # What draws is imported on another core meanwhile.
+        draw = None if options.picture is None else stack.enter_context(companion(_ready_to_draw, _drawn))
+        machine = _machine(options)
+        ahead, chosen = _ahead(options, machine)
+        if options.json is not None:
+            text = json.dumps(dataclasses.asdict(ahead.outlook) | {"chosen": chosen}, indent=2) + "\n"
+            if options.json == "-":
+                print(text, end="")
+            else:
+                durable.write_file(options.json, text.encode())
+        if options.json != "-":
+            from tierstream.tools.outlook import print_outlook
+            from tierstream.tools.tables import open_console
+
+            print_outlook(open_console(sys.stdout), ahead.outlook)
+        if options.picture is not None and draw is not None:
+            durable.write_file(options.picture, draw(ahead))
+    return 0
+
+
+def _ahead(options: PlanOptions, machine: Machine) -> tuple[Ahead, dict[str, Any]]:
+    """With what was chosen."""
     from tierstream.engine.planner.choose import choose  # takes seconds to import
     from tierstream.engine.planner.outlook import look_ahead
     from tierstream.engine.planner.what_if import Setting, what_if
-    from tierstream.tools.outlook import print_outlook
-    from tierstream.tools.tables import open_console
 
     setting = what_if(Setting(options, machine), options.what_if)
     config, chosen = setting.config, dict[str, Any]()
@@ -82,21 +105,21 @@ def plan(options: PlanOptions) -> int:
         config, chosen = choice.config, dict(choice.values)
         if options.json != "-":
             print(f"Chosen: {choice.describe()}")
-    ahead = look_ahead(config, setting.machine, price_per_hour=options.price)
-    if options.json is not None:
-        text = json.dumps(dataclasses.asdict(ahead.outlook) | {"chosen": chosen}, indent=2) + "\n"
-        if options.json == "-":
-            print(text, end="")
-        else:
-            durable.write_file(options.json, text.encode())
-    if options.json != "-":
-        print_outlook(open_console(sys.stdout), ahead.outlook)
-    if options.picture is not None:
-        from tierstream.engine.planner.picture import draw_outlook
-        from tierstream.tools.figures import to_png
+    return look_ahead(config, setting.machine, price_per_hour=options.price), chosen
 
-        durable.write_file(options.picture, to_png(draw_outlook(ahead)))
-    return 0
+
+def _ready_to_draw() -> None:
+    from tierstream.engine.planner import picture  # noqa: F401
+    from tierstream.tools.figures import new_figure
+
+    new_figure(1, 1)
+
+
+def _drawn(_: None, ahead: Ahead) -> bytes:
+    from tierstream.engine.planner.picture import draw_outlook
+    from tierstream.tools.figures import to_png
+
+    return to_png(draw_outlook(ahead))
 
 
 def _machine(options: PlanOptions) -> Machine:

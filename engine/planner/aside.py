@@ -11,52 +11,78 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
+_Begun = TypeVar("_Begun")
+_Given = TypeVar("_Given")
 _Value = TypeVar("_Value")
 
 
 @contextmanager
 def aside(work: Callable[[], _Value]) -> Iterator[Callable[[], _Value]]:
-    """Begins `work` in a copy of this process, and yields what waits for its value; the copy ends with the
-    `with` block. Where no second core is allowed, or other threads may hold locks that a copy would wait for
-    for ever, and where the copy fails, the work is done here when its value is asked for: errors are raised
-    as ever.
+    """Begins `work` in a copy of this process, and yields what waits for its value. See `companion`."""
+    with companion(work, _as_it_is) as ask:
+        yield lambda: ask(None)
+
+
+def _as_it_is(value: _Value, _: None) -> _Value:
+    return value
+
+
+@contextmanager
+def companion(
+    begin: Callable[[], _Begun], finish: Callable[[_Begun, _Given], _Value]
+) -> Iterator[Callable[[_Given], _Value]]:
+    """Does `begin` in a copy of this process, and yields what gives it a value once, to `finish` with, and
+    waits for what comes out; the copy ends with the `with` block. Where no second core is allowed, or other
+    threads may hold locks that a copy would wait for for ever, and where the copy fails, both are done here
+    when that is asked for: errors are raised as ever.
 
     Args:
-        work: in plain Python; torch's threads are not in the copy. Its value can be pickled.
+        begin, finish: in plain Python; torch's threads are not in the copy. What is given, and the value, can
+            be pickled.
     """
     if len(os.sched_getaffinity(0)) < 2 or threading.active_count() > 1:
-        yield work
+        yield lambda given: finish(begin(), given)
         return
-    reading, writing = os.pipe()
+    (asked, asking), (reading, writing) = os.pipe(), os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns wherever a library has threads, though they hold no lock while they have no work.
         warnings.simplefilter("ignore", DeprecationWarning)
         copy = os.fork()
     if not copy:
-        _do(work, writing)
+        os.close(asking)
+        _do(begin, finish, asked, writing)
+    os.close(asked)
     os.close(writing)
 
-    def value() -> _Value:
-        with open(reading, "rb", closefd=False) as file, suppress(EOFError, pickle.UnpicklingError):
-            found: _Value = pickle.load(file)
+    def ask(given: _Given) -> _Value:
+        with suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
+            with open(asking, "wb", closefd=False) as file:
+                pickle.dump(given, file)
+            with open(reading, "rb", closefd=False) as file:
+                found: _Value = pickle.load(file)
             return found
-        return work()
+        return finish(begin(), given)
 
     try:
-        yield value
+        yield ask
     finally:
+        os.close(asking)
         os.close(reading)
         with suppress(ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored
             os.kill(copy, signal.SIGKILL)
             os.waitpid(copy, 0)
 
 
-def _do(work: Callable[[], object], writing: int) -> NoReturn:
+def _do(
+    begin: Callable[[], _Begun], finish: Callable[[_Begun, _Given], object], asked: int, writing: int
+) -> NoReturn:
     """In the copy, which leaves nothing of its own behind: no traceback, and no output of this process that
     had not been written yet.
     """
     try:
-        data = pickle.dumps(work())
+        begun = begin()
+        with open(asked, "rb") as file:
+            data = pickle.dumps(finish(begun, pickle.load(file)))
         with open(writing, "wb") as file:
             file.write(data)
     finally:

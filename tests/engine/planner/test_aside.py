@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tierstream.engine.planner.aside import aside
+from tierstream.engine.planner.aside import aside, companion
 
 HERE = os.getpid()
 
@@ -61,6 +61,35 @@ def test_what_fails_in_the_copy_is_done_here(
     print("not written yet", end="")
     assert asked(work) == "here"
     assert capfd.readouterr() == ("not written yet", "")
+
+
+def test_a_companion_begins_before_it_is_asked() -> None:
+    """What it is given and what comes out may be larger than a pipe holds."""
+    begun, times = os.pipe(), 1_000_000
+
+    def begin() -> str:
+        os.write(begun[1], b"x")
+        return "a"
+
+    def finish(what: str, given: str) -> tuple[bool, str]:
+        return os.getpid() != HERE, what + given
+
+    with companion(begin, finish) as ask:
+        assert os.read(begun[0], 1) == b"x"
+        assert ask("b" * times) == (True, "a" + "b" * times)
+    for end in begun:
+        os.close(end)
+
+
+@pytest.mark.parametrize("place", ["begin", "finish"])
+def test_what_fails_in_a_companion_is_done_here(place: str) -> None:
+    def step(name: str) -> str:
+        if name == place and os.getpid() != HERE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return name
+
+    with companion(lambda: step("begin"), lambda begun, given: begun + step("finish") + given) as ask:
+        assert ask("x" * 1_000_000) == "beginfinish" + "x" * 1_000_000
 
 
 def test_an_error_is_raised_as_ever() -> None:
