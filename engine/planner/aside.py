@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
+#: Of prctl(2): the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 _Begun = TypeVar("_Begun")
 _Given = TypeVar("_Given")
 _Value = TypeVar("_Value")
@@ -32,9 +35,9 @@ def companion(
     begin: Callable[[], _Begun], finish: Callable[[_Begun, _Given], _Value]
 ) -> Iterator[Callable[[_Given], _Value]]:
     """Does `begin` in a copy of this process, and yields what gives it a value once, to `finish` with, and
-    waits for what comes out; the copy ends with the `with` block. Where no second core is allowed, or other
-    threads may hold locks that a copy would wait for for ever, and where the copy fails, both are done here
-    when that is asked for: errors are raised as ever.
+    waits for what comes out; the copy ends with the `with` block, and with this process, even if that is
+    killed. Where no second core is allowed, or other threads may hold locks that a copy would wait for for
+    ever, and where the copy fails, both are done here when that is asked for: errors are raised as ever.
 
     Args:
         begin, finish: in plain Python; torch's threads are not in the copy. What is given, and the value, can
@@ -43,12 +46,14 @@ def companion(
     if len(os.sched_getaffinity(0)) < 2 or threading.active_count() > 1:
         yield lambda given: finish(begin(), given)
         return
+    parent = os.getpid()
     (asked, asking), (reading, writing) = os.pipe(), os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns wherever a library has threads, though they hold no lock while they have no work.
         warnings.simplefilter("ignore", DeprecationWarning)
         copy = os.fork()
     if not copy:
+        _end_with(parent)
         os.close(asking)
         _do(begin, finish, asked, writing)
     os.close(asked)
@@ -71,6 +76,13 @@ def companion(
         with suppress(ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored
             os.kill(copy, signal.SIGKILL)
             os.waitpid(copy, 0)
+
+
+def _end_with(parent: int) -> None:
+    """In the copy: the kernel kills it when the thread that made it ends; that may have been before."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def _do(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -106,6 +108,30 @@ def test_the_copy_ends_with_the_block(copies: list[int]) -> None:
         raise KeyboardInterrupt
     assert time.monotonic() - since < 30
     assert len(copies) == 1
+
+
+def test_the_copy_ends_with_a_killed_process() -> None:
+    """Standard output, which both hold, ends when both have."""
+    script = """
+import os, time
+from tierstream.engine.planner.aside import aside
+os.sched_getaffinity = lambda pid: {0, 1}
+def work():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+with aside(work):
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        copy = int(process.stdout.readline())
+        assert copy != process.pid
+        process.kill()
+        try:
+            assert process.communicate(timeout=60) == ("", None)
+        except subprocess.TimeoutExpired:
+            os.kill(copy, signal.SIGKILL)
+            raise
 
 
 def test_nothing_is_copied_where_that_helps_nobody_or_is_not_safe(
