@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -29,6 +31,14 @@ _LONG_FILE_BYTES_MAX = 4 << 30
 _QUICK_QUEUE_DEPTH = 16
 #: A drive with less free space than so many of the file is not measured: the state comes first.
 _SPARE_FILES = 4
+#: What a section of figures holds, if it holds any.
+_FIGURES = {
+    "copy": {"upload", "download", "both"},
+    "host": {"bytes", "cores", "copy", "page_s", "wake_s"},
+    "device": {"bytes", "memory", "launch_s"},
+}
+#: Figures that are counted; of the others, those in seconds end in "_s", and the rest are rates.
+_COUNTS = {"bytes", "cores", "threads", "task_bytes", "queue_depth"}
 _Section = TypeVar("_Section")
 
 
@@ -96,15 +106,14 @@ class MachineProfile:
         with storage_errors("reading machine profile", name):
             content = Path(name).read_bytes()
         try:
-            plain = json.loads(content)
-            if plain["format"] != FORMAT:
-                raise ValueError(f"its format is {plain['format']}, this version reads {FORMAT}")
-            drives = tuple(
-                _section(DriveProfile, {**drive, "tuning": _section(Tuning, drive["tuning"])})
-                for drive in plain["drives"]
-            )
-            return _section(cls, {**_without_format(plain), "drives": drives})
-        except (ValueError, KeyError, TypeError) as error:
+            plain = dict(_object("its content", json.loads(content)))
+            if (number := plain.pop("format", None)) != FORMAT:
+                raise ValueError(f"its format is {number}, this version reads {FORMAT}")
+            if not isinstance(plain.get("drives"), list):
+                raise ValueError("drives is no list")
+            drives = tuple(_drive_of(f"drives[{i}]", drive) for i, drive in enumerate(plain["drives"]))
+            return _section(cls, "", {**plain, "drives": drives})
+        except ValueError as error:
             raise ConfigError(
                 f"{name} is not a machine profile ({error}): remove it, and write it anew with "
                 f"`tierstream bench --profile {name} DIRECTORY...`"
@@ -205,20 +214,54 @@ def _drive(
     )  # fmt: skip
 
 
-def _without_format(plain: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in plain.items() if key != "format"}
+def _drive_of(where: str, plain: object) -> DriveProfile:
+    drive = _object(where, plain)
+    tuning = _section(Tuning, f"{where}.tuning.", _object(f"{where}.tuning", drive.get("tuning")))
+    if tuning.threads > THREADS_MAX:
+        raise ValueError(f"{where}.tuning.threads is {tuning.threads}, more than {THREADS_MAX}")
+    return _section(DriveProfile, f"{where}.", {**drive, "tuning": tuning})
 
 
-def _section(cls: type[_Section], plain: Mapping[str, Any]) -> _Section:
-    """An instance of the dataclass; ValueError names keys too few or too many, and numbers that are none."""
+def _section(cls: type[_Section], prefix: str, plain: Mapping[str, Any]) -> _Section:
+    """An instance of the dataclass; ValueError names keys too few or too many, and figures that are none."""
     known = {entry.name: entry.type for entry in fields(cls)}  # type: ignore[arg-type]
     if plain.keys() != known.keys():
         odd = sorted(plain.keys() ^ known.keys())
-        raise ValueError(f"keys {', '.join(odd)} are missing or unknown")
+        raise ValueError(f"keys {', '.join(prefix + key for key in odd)} are missing or unknown")
     for key, kind in known.items():
-        positive = isinstance(plain[key], int | float) and plain[key] > 0
-        if kind in ("float", "int") and not positive:
-            raise ValueError(f"{key} is {plain[key]!r}, not a positive number")
-        if key == "threads" and plain[key] > THREADS_MAX:
-            raise ValueError(f"{key} is {plain[key]}, more than {THREADS_MAX}")
+        if kind in ("float", "int"):
+            _check_figure(prefix, key, plain[key])
+        elif kind == "Mapping[str, float]":
+            _check_figures(key, _object(key, plain[key]))
+        elif kind == "str" and not isinstance(plain[key], str):
+            raise ValueError(f"{prefix}{key} is {plain[key]!r}, not a text")
     return cls(**plain)
+
+
+def _check_figures(section: str, plain: Mapping[str, Any]) -> None:
+    """Raises ValueError."""
+    if plain and (missing := sorted(_FIGURES.get(section, set()) - plain.keys())):
+        raise ValueError(f"{section} lacks {', '.join(missing)}")
+    for key, value in plain.items():
+        if section == "update" and not re.fullmatch("[1-9][0-9]{0,8}", key):
+            raise ValueError(f"{section} has the key {key!r}, not a number of threads")
+        _check_figure(f"{section}.", key, value)
+
+
+def _check_figure(prefix: str, key: str, value: object) -> None:
+    """Raises ValueError. What is less than one each second was not measured, and times would overflow."""
+    said = f"{prefix}{key} is {value!r}"
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{said}, not a finite positive number")
+    if key in _COUNTS:
+        if not isinstance(value, int):
+            raise ValueError(f"{said}, not a whole number")
+    elif not key.endswith("_s") and value < 1:
+        raise ValueError(f"{said}, a rate of less than 1 per second")
+
+
+def _object(where: str, plain: object) -> Mapping[str, Any]:
+    """Raises ValueError: it is none of JSON."""
+    if not isinstance(plain, dict):
+        raise ValueError(f"{where} is no object")
+    return plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ DRIVE = DriveProfile(
     mixed=1.75e9,
 )
 PROFILE = MachineProfile(
-    cpu="a", gpu="b", measured="2026-01-02T03:04:05+00:00", drives=(DRIVE,), copy={"upload": 5e10},
-    update={"8": 1e9}, compute={"bfloat16": 8e14},
+    cpu="a", gpu="b", measured="2026-01-02T03:04:05+00:00", drives=(DRIVE,),
+    copy={"upload": 5e10, "download": 4e10, "both": 6e10}, update={"8": 1e9},
+    compute={"cpu bfloat16": 8e11},
+    host={"bytes": 1 << 35, "cores": 8, "copy": 1e10, "page_s": 1e-5, "wake_s": 7e-6},
+    device={"bytes": 1 << 34, "memory": 8e11, "launch_s": 8e-6},
 )  # fmt: skip
 
 
@@ -42,10 +46,41 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
         (lambda plain: plain.update(format=0), "its format is 0, this version reads 2"),
         (lambda plain: plain.pop("copy"), "keys copy are missing or unknown"),
         (lambda plain: plain.update(colour=1), "keys colour are missing or unknown"),
-        (lambda plain: plain["drives"][0].update(read=-1), "read is -1, not a positive number"),
-        (lambda plain: plain["drives"][0].update(mixed="fast"), "mixed is 'fast', not a positive number"),
-        (lambda plain: plain["drives"][0]["tuning"].update(threads=0), "threads is 0, not a positive number"),
-        (lambda plain: plain["drives"][0].pop("tuning"), "'tuning'"),
+        (lambda plain: plain["drives"][0].update(read=-1), "drives[0].read is -1, not a finite positive"),
+        (lambda plain: plain["drives"][0].update(read=1e-300), "drives[0].read is 1e-300, a rate of less"),
+        (lambda plain: plain["drives"][0].update(write=math.inf), "drives[0].write is inf, not a finite pos"),
+        (lambda plain: plain["drives"][0].update(mixed="fast"), "drives[0].mixed is 'fast', not a finite"),
+        (lambda plain: plain["drives"][0].update(mixed=10**400), "0, not a finite positive number"),
+        (lambda plain: plain["drives"][0].update(device=3), "drives[0].device is 3, not a text"),
+        (lambda plain: plain["drives"][0].update(colour=1), "keys drives[0].colour are missing or unknown"),
+        (
+            lambda plain: plain["drives"][0]["tuning"].update(threads=0),
+            "drives[0].tuning.threads is 0, not a",
+        ),
+        (lambda plain: plain["drives"][0]["tuning"].update(threads=1025), "threads is 1025, more than 1024"),
+        (
+            lambda plain: plain["drives"][0]["tuning"].update(queue_depth=1.5),
+            "queue_depth is 1.5, not a whole",
+        ),
+        (lambda plain: plain["drives"][0].pop("tuning"), "drives[0].tuning is no object"),
+        (lambda plain: plain.update(drives=[3]), "drives[0] is no object"),
+        (lambda plain: plain.update(drives=3), "drives is no list"),
+        (lambda plain: plain.update(host=[]), "host is no object"),
+        (lambda plain: plain["host"].update(bytes="lots"), "host.bytes is 'lots', not a finite positive"),
+        (lambda plain: plain["host"].update(cores=0), "host.cores is 0, not a finite positive number"),
+        (lambda plain: plain["host"].update(cores=2.5), "host.cores is 2.5, not a whole number"),
+        (lambda plain: plain["host"].update(cores=True), "host.cores is True, not a finite positive number"),
+        (lambda plain: plain["host"].update(page_s=math.nan), "host.page_s is nan, not a finite positive"),
+        (lambda plain: plain["host"].pop("page_s"), "host lacks page_s"),
+        (lambda plain: plain["device"].update(bytes=None), "device.bytes is None, not a finite positive"),
+        (lambda plain: plain["device"].update(memory=0.5), "device.memory is 0.5, a rate of less than 1"),
+        (lambda plain: plain["copy"].update(upload=-5), "copy.upload is -5, not a finite positive number"),
+        (lambda plain: plain["compute"].update({"cpu bfloat16": math.nan}), "compute.cpu bfloat16 is nan, "),
+        (lambda plain: plain["update"].update({"8": 0}), "update.8 is 0, not a finite positive number"),
+        (
+            lambda plain: plain["update"].update(many=1e9),
+            "update has the key 'many', not a number of threads",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_profile_is_named(tmp_path: Path, change: Any, message: str) -> None:
@@ -61,7 +96,14 @@ def test_what_is_wrong_in_a_profile_is_named(tmp_path: Path, change: Any, messag
     assert "tierstream bench --profile" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"null", b'{"drives": 3}', b"\xff\xfe\x00", b"\xc3("])
+def test_a_file_of_something_else_is_said_to_be_so(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"is not a machine profile \(its content is no object\)"):
+        MachineProfile.load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"drives": 3}', b"\xff\xfe\x00", b"\xc3("])
 def test_files_that_are_no_profile_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "machine.json"
     path.write_bytes(content)
