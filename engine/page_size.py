@@ -42,10 +42,10 @@ def paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes
     """
     pieces = [unit for experts in units.experts for unit in experts] or units.layers
     piece_nbytes = max(unit.numel * ITEM_BYTES[unit.dtype] for unit in pieces)
-    state_bytes = layout.nbytes(durable=True)
+    held_bytes = layout.nbytes(durable=True) + layout.nbytes(durable=False)
 
     def in_pages(tiers: TiersConfig) -> Layout:
-        chosen = choose_page_bytes(piece_nbytes, state_bytes, tiers, available_bytes)
+        chosen = choose_page_bytes(piece_nbytes, held_bytes, tiers, available_bytes)
         if tiers.page is None:
             chosen = fit_small_planes(chosen, layout.sizes)
         return Layout(chosen, layout.planes, layout.counted)
@@ -54,23 +54,23 @@ def paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes
     if found.page_total <= PAGES_MAX:
         return found
     many = (
-        f"the state of {format_bytes(state_bytes)} lies in {found.page_total:,} pages of "
-        f"{format_bytes(found.page_bytes)}, more than the {PAGES_MAX:,} that a run keeps account of"
+        f"state, gradients and activations of {format_bytes(held_bytes)} lie in {found.page_total:,} pages "
+        f"of {format_bytes(found.page_bytes)}, more than the {PAGES_MAX:,} that a run keeps account of"
     )
     if tiers.page is not None:
         raise ConfigError(f"tiers.page is {format_bytes(tiers.page)}: {many}; raise it, or leave it out")
     wanted = dram = int(AUTO_DRAM_SHARE * available_bytes if tiers.dram is None else tiers.dram)
-    while wanted < state_bytes:
+    while wanted < held_bytes:
         wanted = max(1, 2 * wanted)
         if in_pages(replace(tiers, dram=ByteSize(wanted))).page_total <= PAGES_MAX:
-            break
-    raise BudgetError(
-        f"the DRAM tier has {format_bytes(dram)}: {many}; raise tiers.dram to {format_bytes(wanted)}",
-        need_bytes=wanted, limit_bytes=dram,
-    )  # fmt: skip
+            raise BudgetError(
+                f"the DRAM tier has {format_bytes(dram)}: {many}; raise tiers.dram to {ByteSize(wanted)}",
+                need_bytes=wanted, limit_bytes=dram,
+            )  # fmt: skip
+    raise BudgetError(f"{many}; lower train.rows_per_step or data.seq_len")
 
 
-def choose_page_bytes(piece_nbytes: int, state_bytes: int, config: TiersConfig, available_bytes: int) -> int:
+def choose_page_bytes(piece_nbytes: int, held_bytes: int, config: TiersConfig, available_bytes: int) -> int:
     """Page size: a whole fraction of the weight plane of a layer, or of an expert where there are some: the
     last page of a plane then wastes next to nothing.
     """
@@ -78,7 +78,7 @@ def choose_page_bytes(piece_nbytes: int, state_bytes: int, config: TiersConfig, 
         return int(config.page)
     largest = _PAGE_MAX_BYTES
     dram = int(AUTO_DRAM_SHARE * available_bytes if config.dram is None else config.dram)
-    if dram < state_bytes:
+    if dram < held_bytes and config.nvme_dirs is not None:  # without drives DRAM must hold all of it
         largest = min(largest, max(dram // _FRAMES_WANTED, min(dram // _FRAMES_LEAST, _PAGE_GOOD_BYTES)))
     pieces = max(1, -(-piece_nbytes // max(largest, PAGE_ALIGN_BYTES)))
     return round_up(-(-piece_nbytes // pieces), PAGE_ALIGN_BYTES)

@@ -211,7 +211,7 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
     if config.nvme_dirs is not None and pages * page < min(least, everything):
         raise BudgetError(
             f"tiers.dram is {format_bytes(config.dram or budget)}: {pages} pages of {format_bytes(page)}, "
-            f"and at least {_FRAMES_MIN} are needed; raise tiers.dram to {format_bytes(least)}{or_page}",
+            f"and at least {_FRAMES_MIN} are needed; raise tiers.dram to {ByteSize(least)}{or_page}",
             need_bytes=least, limit_bytes=pages * page,
         )  # fmt: skip
     return pages * page

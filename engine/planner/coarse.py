@@ -13,6 +13,9 @@ from tierstream.tiered.layout import TensorSpec, Unit
 _PAGES_ENOUGH = 6000
 #: Frames that are left at least, so that eviction keeps its choice.
 _FRAMES_LEAST = 256
+#: More pages are not simulated: where even these leave fewer frames than the fewest with which a step goes on
+#: undisturbed, DRAM holds so little of the state that more of it would make no difference.
+_PAGES_MOST, _FRAMES_FEWEST = 20_000, 32
 
 
 def coarser(case: Case, pages_enough: int | None = None, frames_least: int | None = None) -> Case:
@@ -27,11 +30,19 @@ def coarser(case: Case, pages_enough: int | None = None, frames_least: int | Non
     pages = sum(layout.page_count(*key) for key in layout.planes)
     wanted = -(-pages // (pages_enough or _PAGES_ENOUGH))
     grain = min(wanted, max(1, plan.dram_bytes // layout.page_bytes // (frames_least or _FRAMES_LEAST)))
+    grain = max(grain, -(-pages // _PAGES_MOST))
     if grain == 1:
         return case
+    page_bytes = grain * layout.page_bytes
+    if plan.dram_bytes < _FRAMES_FEWEST * page_bytes:
+        plan = replace(
+            plan,
+            dram_bytes=_FRAMES_FEWEST * page_bytes,
+            prefetch_bytes=max(plan.prefetch_bytes, _FRAMES_FEWEST // 4 * page_bytes),
+            writeback_bytes=max(plan.writeback_bytes, _FRAMES_FEWEST // 8 * page_bytes),
+        )
     units = replace(case.units, experts=tuple(_merged(own, grain) for own in case.units.experts))
     optimizer = case.config.optimizer
-    page_bytes = grain * layout.page_bytes
     merged = build_layout(
         units, page_bytes=page_bytes, master=optimizer.master, grad_dtype=optimizer.grad_dtype,
         boundary_nbytes=plan.boundary_nbytes, resident=plan.device.resident,

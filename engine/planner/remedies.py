@@ -72,7 +72,7 @@ def _check_machine(setting: Setting) -> None:
 def with_remedies(error: BudgetError, setting: Setting, model: Model) -> BudgetError:
     """The error with the cheapest remedies: settings before hardware."""
     found = list(islice(_that_fit(error, setting, model), _NAMED))
-    lines = [str(error), *([] if found else ["nothing that was tried would do"])]
+    lines = [str(error), *([] if found else ["no single change that was tried would do"])]
     if found:
         lines += ["any of these would do:", *(f"  {remedy}" for remedy in found)]
     return BudgetError("\n".join(lines))

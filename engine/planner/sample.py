@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tierstream.engine.device.memory import DeviceMemory, divide_as
 from tierstream.engine.model.units import ModelUnits, build_layout
@@ -21,6 +22,8 @@ from tierstream.tiered.layout import Layout
 WHOLE_PAGES, PART_PAGES = 3000, 1000
 #: As few layers as show how one follows another, and as few experts as take turns in a layer.
 _LAYERS_LEAST, _EXPERTS_LEAST, _EXPERT_SLOTS_LEAST = 2, 12, 4
+#: Of a part whose pages are too small: what is simulated in some seconds.
+_PART_PAGES_MOST = 6000
 #: Fewer frames than this make the store wait where a larger one would not.
 _FRAMES_LEAST = 32
 
@@ -133,15 +136,12 @@ def take_sample(case: Case, machine: Machine, pages: int = PART_PAGES) -> Sample
     kept_layers = min(layers, max(_LAYERS_LEAST, layers * pages // everything))
     kept_experts = min(most, max(_EXPERTS_LEAST, most * layers * pages // (kept_layers * everything)))
     choice = _Choice(case.units, kept_layers, kept_experts)
-    layout = build_layout(
-        choice.units, page_bytes=case.layout.page_bytes, master=case.config.optimizer.master,
-        grad_dtype=case.config.optimizer.grad_dtype, boundary_nbytes=case.plan.boundary_nbytes,
-    )  # fmt: skip
+    layout, grain = _in_few_pages(case, choice.units)
     plan = _plan(case, choice, layout)
     stays = plan.device.resident
     planes = {key: spec for key, spec in layout.planes.items() if spec.durable or spec.unit not in stays}
     layout = Layout(layout.page_bytes, planes)
-    part = replace(case, units=choice.units, layout=layout, plan=plan)
+    part = replace(case, units=choice.units, layout=layout, plan=plan, grain=case.grain * grain)
     times = modelled_times(case, machine)
     own = choice.times(times)
     return Sample(
@@ -151,11 +151,24 @@ def take_sample(case: Case, machine: Machine, pages: int = PART_PAGES) -> Sample
         {
             "compute": _compute_s(case, times) / _compute_s(part, own),
             "update": _updated(case) / max(1, _updated(part)),
-            "interpreter": everything / layout.page_total,
+            "interpreter": everything / (grain * layout.page_total),
             "bytes": _nbytes(case.layout) / _nbytes(layout),
         },
-        layout.page_total / everything,
+        min(1.0, grain * layout.page_total / everything),
     )
+
+
+def _in_few_pages(case: Case, units: ModelUnits) -> tuple[Layout, int]:
+    """The planes of a part, and how many pages of the run are one of theirs: more than one where a small DRAM
+    tier made pages so small that even a part has too many. What so few frames hold makes no difference then.
+    """
+    layout_of = partial(
+        build_layout, units, master=case.config.optimizer.master,
+        grad_dtype=case.config.optimizer.grad_dtype, boundary_nbytes=case.plan.boundary_nbytes,
+    )  # fmt: skip
+    layout = layout_of(page_bytes=case.layout.page_bytes)
+    grain = -(-layout.page_total // _PART_PAGES_MOST)
+    return (layout_of(page_bytes=grain * layout.page_bytes) if grain > 1 else layout), grain
 
 
 class _Choice:
@@ -212,10 +225,12 @@ def _plan(case: Case, choice: _Choice, layout: Layout) -> Plan:
     least = _FRAMES_LEAST * layout.page_bytes
 
     def part(nbytes: int, least: int) -> int:
-        return min(nbytes, max(least, int(nbytes * share)))
+        whole = nbytes if layout.page_bytes == case.layout.page_bytes else max(nbytes, least)
+        return min(whole, max(least, int(nbytes * share)))
 
     return replace(
         plan,
+        page_bytes=layout.page_bytes,
         dram_bytes=part(plan.dram_bytes, least),
         prefetch_bytes=part(plan.prefetch_bytes, least // 4),
         writeback_bytes=part(plan.writeback_bytes, least // 8),

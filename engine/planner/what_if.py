@@ -26,13 +26,15 @@ class Setting:
         return Setting(changed(self.config, changes), self.machine)
 
     def with_dram(self, nbytes: int) -> Setting:
-        """So much host memory. A budget that is set grows or shrinks with it."""
-        budget, more = self.config.tiers.dram, nbytes - self.machine.host_bytes
+        """So much host memory. A budget that is set grows with it; it does not shrink, or what is said of a
+        run that does not fit would be of another budget than the one that the user set.
+        """
+        budget, more = self.config.tiers.dram, max(0, nbytes - self.machine.host_bytes)
         moved = self if budget is None else self._with_budget("dram", budget + more)
         return replace(moved, machine=replace(self.machine, host_bytes=nbytes))
 
     def with_gpu(self, nbytes: int, least_bytes: int = 0) -> Setting:
-        """A GPU with so much memory. The budget grows or shrinks with it.
+        """A GPU with so much memory. The budget grows with it.
 
         Args:
             least_bytes: what the run takes of it where no budget is set; 0: it goes on without.
@@ -42,8 +44,8 @@ class Setting:
         """
         if self.machine.gpu_bytes is None:
             raise ConfigError("gpu is to be changed, but layers are computed by the CPU of this machine")
-        budget = self.config.tiers.gpu or least_bytes
-        moved = self._with_budget("gpu", budget + nbytes - self.machine.gpu_bytes) if budget else self
+        budget, more = self.config.tiers.gpu or least_bytes, nbytes - self.machine.gpu_bytes
+        moved = self._with_budget("gpu", budget + more) if budget and more > 0 else self
         return replace(moved, machine=replace(self.machine, gpu_bytes=nbytes))
 
     def with_drives(self, count: int) -> Setting:
@@ -68,7 +70,7 @@ class Setting:
         return Setting(self.config, replace(self.machine, cores=count, rates=rates))
 
     def _with_budget(self, tier: str, nbytes: int) -> Setting:
-        return self.with_config({f"tiers.{tier}": ByteSize(max(0, nbytes))})
+        return self.with_config({f"tiers.{tier}": ByteSize(nbytes)})
 
 
 def what_if(setting: Setting, text: str) -> Setting:

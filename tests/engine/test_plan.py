@@ -43,7 +43,10 @@ def planned() -> tuple[Plan, Layout]:
     ],
 )
 def test_pages_of_a_budget(dram: int, page_bytes: int) -> None:
-    assert choose_page_bytes(1 << 30, 90 << 30, TiersConfig(dram=ByteSize(dram)), 4 << 40) == page_bytes
+    tiers = TiersConfig(dram=ByteSize(dram), nvme_dirs=["/drive"])
+    assert choose_page_bytes(1 << 30, 90 << 30, tiers, 4 << 40) == page_bytes
+    # Without drives DRAM must hold everything: what is missing is told for the pages that it would have then.
+    assert choose_page_bytes(1 << 30, 90 << 30, replace(tiers, nvme_dirs=None), 4 << 40) == 64 << 20
 
 
 def test_pages_are_smaller_where_small_planes_would_each_take_one() -> None:

@@ -15,7 +15,8 @@ from support.runs import make_run
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import PlanReport
-from tierstream.engine.planner import sample
+from tierstream.engine.model.shapes import architecture
+from tierstream.engine.planner import coarse, sample
 from tierstream.engine.planner.case import case_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.machines import machine_file, names
@@ -98,6 +99,10 @@ def test_what_if_changes_what_it_says_and_nothing_else(config: RunConfig) -> Non
     names = {"dram": config.tiers.dram, "gpu": config.tiers.gpu, "nvme_dirs": config.tiers.nvme_dirs}
     assert changed(more.config, {f"tiers.{name}": value for name, value in names.items()}) == config
     assert what_if(setting, "") == setting
+    # With less, budgets stay as they are set: else a remedy would be of another run than the one refused.
+    less = what_if(setting, "dram=1GiB,gpu=2GiB")
+    assert (less.machine.host_bytes, less.machine.gpu_bytes) == (gib, 2 * gib)
+    assert less.config == config
     for wrong in ("ram=1GiB", "dram=x", "drives=-1", "cores=0", "drives"):
         with pytest.raises(ConfigError, match="--what-if"):
             what_if(setting, wrong)
@@ -150,6 +155,41 @@ def test_a_part_stands_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert part.forecast.step_s == pytest.approx(whole.step_s, rel=0.1)
     assert part.forecast.busy_s["compute"] == pytest.approx(whole.busy_s["compute"], rel=0.01)
     assert part.forecast.nbytes["nvme read"] == pytest.approx(whole.nbytes["nvme read"], rel=0.1)
+
+
+@pytest.mark.parametrize(("way", "read"), [("part", 0.1), ("coarse", 0.2)])  # measured: 0.18, of 32 frames
+def test_pages_too_small_to_be_simulated_one_by_one(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, way: str, read: float
+) -> None:
+    """A hundred frames of some thousands of pages, and a drive that sets the pace: a fourth of the pages,
+    each four times as large and as costly, foretell the same.
+    """
+    model = tmp_path / "wide"
+    model.mkdir()
+    shape = architecture("tiny", 12) | {"hidden_size": 128, "intermediate_size": 512}
+    (model / "config.json").write_text(json.dumps(shape))
+    tiny = changed(
+        on_gpu(config),
+        {"model.config": str(model), "tiers.page": ByteSize(8192), "tiers.nvme_dirs": ["/mnt/nvme0"],
+         "tiers.dram": ByteSize("800 KiB"), "train.rows_per_chunk": None, "data.seq_len": 64},
+    )  # fmt: skip
+    machine = replace(WORKSTATION, rates=replace(WORKSTATION.rates, page_s=1e-5))
+    case = case_of(tiny, machine)
+    exact = simulate(case, machine)
+    most = -(-case.layout.page_total // 4)
+    monkeypatch.setattr(sample, "WHOLE_PAGES", 0)
+    monkeypatch.setattr(sample, "_PART_PAGES_MOST", most)
+    monkeypatch.setattr(coarse, "_PAGES_MOST", most)
+    if way == "part":
+        few = sample.take_sample(case, machine, case.layout.page_total).case
+        found = sample.predict(case, machine, pages=case.layout.page_total).forecast
+    else:
+        few = coarse.coarser(case)
+        found = simulate(few, machine)
+    assert (few.grain, few.plan.page_bytes) == (4, 4 * case.plan.page_bytes)
+    assert few.layout.page_total == pytest.approx(most, rel=0.1)
+    assert found.step_s == pytest.approx(exact.step_s, rel=0.1)
+    assert found.nbytes["nvme read"] == pytest.approx(exact.nbytes["nvme read"], rel=read)
 
 
 def test_planes_of_what_stays_on_the_device_are_counted_there(config: RunConfig) -> None:
