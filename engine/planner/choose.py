@@ -70,14 +70,11 @@ class Choice:
     suggested: Sequence[Alternative] = ()
 
     def describe(self) -> str:
-        """One line."""
+        """One line; without the forecast, which is that of the search, in coarse pages."""
         values = ", ".join(f"{key} {value}" for key, value in self.values.items())
         apart = self.forecast.step_s / self.floor_s - 1
         proof = "no other is faster" if apart <= 0 else f"no other is faster by more than {100 * apart:.0f} %"
-        return (
-            f"{values or 'nothing left open'}; {self.forecast.step_s:.3g} s per step expected, bound by "
-            f"{self.forecast.resource}; {proof}"
-        )
+        return f"{values or 'nothing left open'}; {proof}"
 
 
 def choose(

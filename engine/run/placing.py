@@ -39,7 +39,8 @@ def placed(
     try:
         if _is_known(config, profile, device):
             choice = choose(config, Machine.here(config, profile), model=(units, vocabulary))
-            say(f"plan: {choice.describe()}")
+            step_s, resource = choice.forecast.step_s, choice.forecast.resource
+            say(f"plan: {choice.describe()}; {step_s:.3g} s per step expected, bound by {resource}")
             config = choice.config
         return config, *assemble.plan_run(config, units, device)
     except BudgetError as error:

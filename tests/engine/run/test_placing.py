@@ -66,7 +66,7 @@ def test_the_run_is_the_plan_that_was_chosen(tmp_path: Path, monkeypatch) -> Non
     config.run_dir = str(tmp_path / "again")
     (line,) = run(config)
     (choice,), (plan,) = choices, plans
-    assert line == f"plan: {choice.describe()}"
+    assert line.startswith(f"plan: {choice.describe()}; {choice.forecast.step_s:.3g} s per step expected, ")
     tiers = choice.config.tiers
     assert (plan.policy, plan.prefetch_bytes) == (tiers.policy, tiers.prefetch)
     assert len(plan.device.resident) == tiers.resident
