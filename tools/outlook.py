@@ -37,11 +37,11 @@ def print_outlook(console: Console, outlook: Outlook) -> None:
 
 
 def _room(outlook: Outlook) -> str:
-    host = f"{format_bytes(outlook.host_bytes - outlook.dram_bytes)} of host memory are left"
+    host = format_bytes(outlook.host_bytes - outlook.dram_bytes)
+    said = f"{host} of host memory are left, for the process itself as well"
     if outlook.device_bytes is None:
-        return host
-    left = outlook.device_bytes - outlook.device.nbytes
-    return f"about {format_bytes(left)} of the GPU and {host}"
+        return said
+    return f"about {format_bytes(outlook.device_bytes - outlook.device.nbytes)} of the GPU and {said}"
 
 
 def _memory(outlook: Outlook) -> object:

@@ -126,12 +126,12 @@ def _kinds(error: BudgetError, setting: Setting, model: Model) -> Iterator[Candi
 
 
 def _fewer_experts(setting: Setting, units: ModelUnits) -> Candidates:
-    """On the device at once, so that fewer are computed together."""
+    """On the device at once, so that fewer are computed together; more than now, where those were none."""
     sizes = [unit.numel * ITEM_BYTES[unit.dtype] for experts in units.experts for unit in experts]
     now = setting.config.moe.gpu_cache
     for count in (8, 4, 2, 1) if sizes else ():
         cache = ByteSize(round_up(count * max(sizes), _MIB))
-        if now is None or cache < now:
+        if cache != now:
             yield f"moe.gpu_cache: {cache}", setting.with_config({"moe.gpu_cache": cache})
 
 

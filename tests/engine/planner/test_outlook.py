@@ -122,6 +122,23 @@ def test_what_cannot_fit_is_refused_with_what_is_missing_and_what_would_do(confi
     assert look_ahead(changed(config, {key: ByteSize(value)}), WORKSTATION, compare=False)
 
 
+def test_a_cache_for_less_than_an_expert_is_refused_with_one_that_does(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    model = tmp_path / "experts"
+    moe_config("qwen3_moe", num_hidden_layers=2, num_experts=16).save_pretrained(model)
+    changes = {"model.config": str(model), "tiers.nvme_dirs": ["/mnt/nvme0"], "moe.gpu_cache": ByteSize(1)}
+    config = changed(on_gpu(config), changes)
+    with pytest.raises(BudgetError, match="moe.gpu_cache is 1 B, and an expert takes") as caught:
+        look_ahead(config, WORKSTATION)
+    lines = [line.strip().partition(": ") for line in str(caught.value).splitlines()[1:]]
+    values = [value for key, _, value in lines if key == "moe.gpu_cache"]
+    assert [value for value in values if value != "null"]
+    for value in values:
+        cache = None if value == "null" else ByteSize(value)
+        assert look_ahead(changed(config, {"moe.gpu_cache": cache}), WORKSTATION, compare=False)
+
+
 def test_a_gpu_that_is_too_small_is_told_before_the_run(config: RunConfig) -> None:
     config = changed(config, {"tiers.gpu": None})
     small = replace(WORKSTATION, gpu_bytes=case_of(on_gpu(config), WORKSTATION).plan.gpu_bytes)
