@@ -61,7 +61,6 @@ RUNS: Mapping[str, Sequence[str]] = {
         *_3B, *_CHECKED, *_FREE, "--dram", "12GiB", "--gpu", "12GiB", "--activations", "gpu", "--nvme-dirs",
         "{nvme}", *_DEEPSPEED_NVME, *_ONE_BY_ONE,
     ),
-    "3b-12gib-dram-clipped": (*_3B, *_CHECKED, "--dram", "12GiB", "--nvme-dirs", "{nvme}", *_ONE_BY_ONE),
     "3b-6gib-dram": (*_3B, *_CHECKED, "--dram", "6GiB", "--nvme-dirs", "{nvme}", *_ONE_BY_ONE),
     # Losses alone: a step of each kind, beside the same steps with all that fits on the device.
     "3b-131k-tokens-checked": (
@@ -71,9 +70,6 @@ RUNS: Mapping[str, Sequence[str]] = {
     "7b-checked": (
         *_7B, "--rows-per-chunk", "16", *_CHECKED, *_CLIPPED_AND_FREE, "--dram", "112GiB", "--gpu", "48GiB",
         *_ONCE,
-    ),
-    "3b-12gib-dram-checked": (
-        *_3B, *_CHECKED, *_FREE, "--dram", "12GiB", "--nvme-dirs", "{nvme}", *_ONCE,
     ),
     # Two layers of 128 experts, 91 GB of state: single experts, and whole layers in the same run.
     "gpt-oss-2-layers": (
