@@ -83,12 +83,14 @@ def what_if(setting: Setting, text: str) -> Setting:
         key, _, value = part.partition("=")
         if key not in KEYS:
             raise ConfigError(f"--what-if {part}: the keys are {', '.join(KEYS)}, as in dram=256GiB,drives=4")
+        least = 0 if key == "drives" else 1
         try:
             number = ByteSize(value) if key in ("dram", "gpu") else int(value)
         except ValueError as error:
-            raise ConfigError(f"--what-if {part}: {error}") from error
-        if number < (0 if key == "drives" else 1):
-            raise ConfigError(f"--what-if {part}: too little")
+            why = error if key in ("dram", "gpu") else f"{key} is a whole number >= {least}"
+            raise ConfigError(f"--what-if {part}: {why}") from error
+        if number < least:
+            raise ConfigError(f"--what-if {part}: {key} must be >= {least}")
         change = {
             "dram": setting.with_dram,
             "gpu": setting.with_gpu,
