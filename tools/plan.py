@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from tierstream.engine.config import RunConfig
 from tierstream.engine.planner.aside import companion
-from tierstream.io import durable
 from tierstream.io.errors import ConfigError
 from tierstream.tools.options import parse_run
+from tierstream.tools.outputs import check_file, write_output
 from tierstream.tools.quiet import without_warnings
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def main(args: Sequence[str]) -> int:
 
 def plan(options: PlanOptions) -> int:
     """Plan and tell. Returns the exit status; raises TierstreamError."""
+    for option, path in (("--json", options.json), ("--picture", options.picture)):
+        if path is not None and path != "-":
+            check_file(option, path)
     with ExitStack() as stack:
         # What draws is imported on another core meanwhile.
         draw = None if options.picture is None else stack.enter_context(companion(_ready_to_draw, _drawn))
@@ -81,14 +84,14 @@ def plan(options: PlanOptions) -> int:
             if options.json == "-":
                 print(text, end="")
             else:
-                durable.write_file(options.json, text.encode())
+                write_output(options.json, text.encode())
         if options.json != "-":
             from tierstream.tools.outlook import print_outlook
             from tierstream.tools.tables import open_console
 
             print_outlook(open_console(sys.stdout), ahead.outlook)
         if options.picture is not None and draw is not None:
-            durable.write_file(options.picture, draw(ahead))
+            write_output(options.picture, draw(ahead))
     return 0
 
 

@@ -16,9 +16,9 @@ from tierstream.engine.metrics import PlanReport
 from tierstream.io.durable import write_file
 from tierstream.io.errors import ConfigError
 from tierstream.io.sizes import format_bytes
-from tierstream.tools.bench.report import check_file
 from tierstream.tools.history import History, read_history
 from tierstream.tools.options import parse_options, take_positionals
+from tierstream.tools.outputs import check_file
 from tierstream.tools.page import Grid, Heading, Page, Picture, Text
 
 _DESCRIPTION = """\

@@ -117,6 +117,18 @@ def test_what_cannot_be_planned_is_refused(command: Command, run_file: Path) -> 
     command.refused(
         *options, "workstation", "--what-if", "ram=1", said=["the keys are dram, gpu, drives, cores"]
     )
+    for cores in ("1.5", "0", "-1", "all"):
+        command.refused(
+            *options,
+            "workstation",
+            "--what-if",
+            f"cores={cores}",
+            said=[f"--what-if cores={cores}: cores ", ">= 1"],
+        )
+    command.refused(*options, "workstation", "--what-if", "cores=1.5", said=["cores is a whole number >= 1"])
+    command.refused(
+        *options, "workstation", "--what-if", "drives=two", said=["drives is a whole number >= 0"]
+    )
     command.refused(*options, "workstation", "--picture", "plan.jpg", said=["must end in .png"])
     command.refused(*options, "workstation", "--price", "-1", said=["--price is -1"])
     command.refused("plan", said=["RUN.yaml is missing"])
@@ -124,3 +136,15 @@ def test_what_cannot_be_planned_is_refused(command: Command, run_file: Path) -> 
         *options, "workstation", "--tiers.nvme-dirs", "null", "--tiers.dram", "100kB",
         said=["bytes are missing)", "any of these would do:", "  tiers.dram: "],
     )  # fmt: skip
+
+
+def test_places_that_cannot_take_an_output_are_told_first(command: Command, run_file: Path) -> None:
+    """Before the machine is looked at, which takes seconds where it is this one."""
+    options = ("plan", str(run_file), "--machine", "workstatoin")
+    command.refused(
+        *options, "--json", "/nope/x.json", said=["--json /nope/x.json: there is no directory /nope"]
+    )
+    command.refused(*options, "--json", str(run_file.parent), said=["--json ", "is a directory"])
+    command.refused(
+        *options, "--picture", "/nope/x.png", said=["--picture /nope/x.png: there is no directory"]
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import sys
@@ -20,6 +19,7 @@ from tierstream.io.errors import ConfigError, StorageError
 from tierstream.io.measure import Case, Measurement, measure
 from tierstream.tools.bench.plots import PlotSpec, render
 from tierstream.tools.bench.result import Result, grids
+from tierstream.tools.outputs import check_file, check_writable, write_output
 from tierstream.tools.page import Page, Picture
 from tierstream.tools.tables import open_console, table
 
@@ -71,16 +71,6 @@ def check_output(options: OutputOptions) -> None:
         _check_report(Path(options.report).resolve())
 
 
-def check_file(option: str, path: str) -> None:
-    """Raises ConfigError: no file can be written there."""
-    parent = Path(path).absolute().parent
-    if Path(path).is_dir():
-        raise ConfigError(f"{option} {path} is a directory; name a file in it")
-    if not parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no directory {parent}; make it first")
-    _check_writable(option, parent)
-
-
 def run_cases(
     cases: Sequence[Case], rounds: int, *, warmups: int = 1, what: str = ""
 ) -> list[Measurement]:
@@ -111,18 +101,9 @@ def present(
         return
     print_result(open_console(sys.stdout, _WIDTH_COLUMNS), result)
     if options.json is not None:
-        _write_json(options.json, _json_text(result))
+        write_output(options.json, _json_text(result).encode())
     if options.report is not None:
         print(f"report: {Path(options.report) / _HTML}")
-
-
-def _write_json(path: str, text: str) -> None:
-    """A regular file is replaced as a whole; a pipe or a device, as in `--json >(jq .)`, is written to."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        return
-    write_file(path, text.encode())
 
 
 def print_result(console: Console, result: Result) -> None:
@@ -194,14 +175,9 @@ def _check_report(directory: Path) -> None:
     above = directory.parent
     while not above.exists():
         above = above.parent
-    _check_writable("--report", above)
+    check_writable("--report", above)
 
 
 def _is_ours(name: str) -> bool:
     picture = name.startswith((_PLOT, _TRACE)) and name.endswith(".png")
     return picture or (name.startswith(_TRACE) and name.endswith(".json"))
-
-
-def _check_writable(option: str, directory: Path) -> None:
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option}: no permission to write in {directory}; choose another place")

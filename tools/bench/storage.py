@@ -22,9 +22,10 @@ from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
 from tierstream.io.sizes import format_bytes
 from tierstream.tools.bench.fio import fio_program
 from tierstream.tools.bench.plots import PlotSpec
-from tierstream.tools.bench.report import check_file, check_output, present, run_cases
+from tierstream.tools.bench.report import check_output, present, run_cases
 from tierstream.tools.bench.result import DRIVE, PART, Result
 from tierstream.tools.options import parse_options, take_paths
+from tierstream.tools.outputs import check_file
 from tierstream.tools.quiet import without_warnings
 
 if TYPE_CHECKING:
