@@ -114,10 +114,6 @@ def check_space(config: RunConfig, plan: Plan, run_dir: Path) -> None:
     saves = max(most - len(checkpoint.checkpoints(folder)), min(most, 1))
     checkpoints = (os.path.abspath(folder if folder.is_dir() else run_dir), saves * plan.durable_bytes)
     roots = [os.path.realpath(name) for name in config.tiers.nvme_dirs or []]
-    for inner in roots:
-        for outer in roots:
-            if inner != outer and os.path.commonpath([inner, outer]) == outer:
-                raise ConfigError(f"tiers.nvme_dirs: {inner} lies in {outer}; name one of them, or another")
     state_bytes = plan.durable_bytes + plan.spill_bytes
     held = [drives.held_bytes(os.path.join(root, STATE_FOLDER)) for root in roots]
     if len(roots) < 2:

@@ -6,6 +6,7 @@ What can be known to be impossible is refused here, with the numbers and the rem
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -115,8 +116,9 @@ class TiersConfig:
     throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
 
     def __post_init__(self) -> None:
-        if self.nvme_dirs is not None and (
-            not self.nvme_dirs or not all(self.nvme_dirs) or len(set(self.nvme_dirs)) != len(self.nvme_dirs)
+        names = self.nvme_dirs
+        if names is not None and not (
+            names and all(names) and len(set(map(os.path.abspath, names))) == len(names)
         ):
             raise ConfigError(
                 f"tiers.nvme_dirs is {self.nvme_dirs}; name each directory once, or null for none"

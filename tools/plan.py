@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstream.engine.config import RunConfig
+from tierstream.engine.nvme_dirs import check_nvme_dirs
 from tierstream.engine.planner.aside import companion
 from tierstream.io.errors import ConfigError
 from tierstream.tools.options import parse_run
@@ -130,5 +131,6 @@ def _machine(options: PlanOptions) -> Machine:
     from tierstream.engine.planner.machines import machine_file
 
     if options.machine is None:
+        check_nvme_dirs(options.tiers.nvme_dirs or [])
         return Machine.here(options)
     return Machine.from_profile(machine_file(options.machine), options.optimizer.threads_of)

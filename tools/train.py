@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from tierstream.engine.config import RunConfig
-from tierstream.io.drives import check_directories
+from tierstream.engine.nvme_dirs import check_nvme_dirs
 from tierstream.io.profile import MachineProfile
 from tierstream.tools.live import ConsoleCallback
 from tierstream.tools.options import parse_run
@@ -37,7 +37,7 @@ def _look_at_drives(config: RunConfig) -> None:
     """
     if config.tiers.profile is not None:
         MachineProfile.load(config.tiers.profile)
-    check_directories((directory, 0) for directory in config.tiers.nvme_dirs or [])
+    check_nvme_dirs(config.tiers.nvme_dirs or [])
 
 
 def run_train(config: RunConfig) -> int:

@@ -29,6 +29,7 @@ from tierstream.engine.model.build import build_model
 from tierstream.engine.model.carve import units_of_run
 from tierstream.engine.model.meta_model import materialise_buffers
 from tierstream.engine.model.units import ModelUnits
+from tierstream.engine.nvme_dirs import check_nvme_dirs
 from tierstream.engine.plan import Plan
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.step.runtime import Runtime, Traffic
@@ -162,6 +163,7 @@ class TieredBench:
         plans = [plan for plan, _ in planned]
         # Units that stay on the device leave planes out: one layout has all that any setting needs.
         widest, self.layout = max(planned, key=lambda pair: len(pair[1].planes))
+        check_nvme_dirs(config.tiers.nvme_dirs or [])
         assemble.check_space(config, widest, Path(config.run_dir))
         paths = assemble.check_paths(config)
         self.drives = assemble.open_drives(config, self.layout, {}, known, paths)

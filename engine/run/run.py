@@ -30,6 +30,7 @@ from tierstream.engine.moe.picture import expert_picture
 from tierstream.engine.moe.router_bias import saved_biases
 from tierstream.engine.moe.router_loss import explain_router_losses
 from tierstream.engine.moe.use import NO_COUNTS, ExpertStep
+from tierstream.engine.nvme_dirs import check_nvme_dirs
 from tierstream.engine.page_size import page_warning
 from tierstream.engine.parity.gate import pass_gate
 from tierstream.engine.plan_report import describe_plan
@@ -88,6 +89,7 @@ class Run:
     @classmethod
     def open(cls, config: RunConfig, callbacks: Callbacks, parts: ExitStack) -> Run:
         """Everything before step 0; what is opened is closed by `parts`, last first."""
+        check_nvme_dirs(config.tiers.nvme_dirs or [])
         run_dir = Path(config.run_dir)
         verdict = pass_gate(config.model, callbacks.on_event)
         model, hf_config = build_model(config, parts)

@@ -4,6 +4,7 @@ the corpus is read. And what the plan says of the bytes that a run will write.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -25,6 +26,7 @@ from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io import drive_rates, probes, seam
 from tierstream.io.drive_rates import Tuning
+from tierstream.io.errors import ConfigError
 from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
 
 TUNING = Tuning(threads=3, task_bytes=1 << 20, queue_depth=5)
@@ -252,5 +254,22 @@ def test_a_drive_inside_another_is_refused(command: Command, config: RunConfig) 
     inner = Path(drive) / "inner"
     inner.mkdir()
     config.tiers.nvme_dirs = [drive, str(inner)]
-    command.refused_train(config, said=[f"{inner} lies in {drive}", "name one of them"])
-    nothing_is_half_made(config)
+    refused_before_anything_is_made(command, config, f"{inner} lies in {drive}; name one of them")
+
+
+def test_a_drive_that_a_link_names_again_is_refused(command: Command, config: RunConfig) -> None:
+    (drive,) = config.tiers.nvme_dirs or []
+    link = f"{drive}-too"
+    Path(link).symlink_to(drive)
+    config.tiers.nvme_dirs = [link, drive]
+    said = f"tiers.nvme_dirs: {link} and {drive} are the same directory ({os.path.realpath(drive)}); name it"
+    refused_before_anything_is_made(command, config, f"{said} once")
+
+
+def refused_before_anything_is_made(command: Command, config: RunConfig, said: str) -> None:
+    """By the command, and by a trainer of one's own."""
+    before = sorted(command.folder.rglob("*"))
+    command.refused_train(config, said=[said])
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        train(config)
+    assert sorted(command.folder.rglob("*")) == sorted([*before, command.folder / "run.yaml"])

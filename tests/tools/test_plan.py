@@ -117,18 +117,13 @@ def test_what_cannot_be_planned_is_refused(command: Command, run_file: Path) -> 
     command.refused(
         *options, "workstation", "--what-if", "ram=1", said=["the keys are dram, gpu, drives, cores"]
     )
-    for cores in ("1.5", "0", "-1", "all"):
-        command.refused(
-            *options,
-            "workstation",
-            "--what-if",
-            f"cores={cores}",
-            said=[f"--what-if cores={cores}: cores ", ">= 1"],
-        )
-    command.refused(*options, "workstation", "--what-if", "cores=1.5", said=["cores is a whole number >= 1"])
-    command.refused(
-        *options, "workstation", "--what-if", "drives=two", said=["drives is a whole number >= 0"]
-    )
+    for change, said in (
+        ("cores=1.5", "cores is a whole number >= 1"),
+        ("cores=0", "cores must be >= 1"),
+        ("drives=two", "drives is a whole number >= 0"),
+        ("dram=0", "dram must be >= 1"),
+    ):
+        command.refused(*options, "workstation", "--what-if", change, said=[f"--what-if {change}: {said}"])
     command.refused(*options, "workstation", "--picture", "plan.jpg", said=["must end in .png"])
     command.refused(*options, "workstation", "--price", "-1", said=["--price is -1"])
     command.refused("plan", said=["RUN.yaml is missing"])
@@ -148,3 +143,21 @@ def test_places_that_cannot_take_an_output_are_told_first(command: Command, run_
     command.refused(
         *options, "--picture", "/nope/x.png", said=["--picture /nope/x.png: there is no directory"]
     )
+
+
+def test_drives_of_this_machine_are_looked_at(command: Command, run_file: Path, tmp_path: Path) -> None:
+    """As the run does; those of another machine need not be here."""
+    drive, link, file = (tmp_path / name for name in ("drive", "link", "file"))
+    drive.mkdir()
+    link.symlink_to(drive)
+    file.touch()
+    options = ("plan", str(run_file), "--train.device", "cpu", "--tiers.nvme-dirs")
+    command.refused(*options, str(file), said=[str(file), "name a directory, not a file"])
+    command.refused(
+        *options, str(drive), str(link), said=["tiers.nvme_dirs: ", "are the same directory", "once"]
+    )
+    command.refused(
+        *options, str(drive), f"{drive}/", said=["tiers.nvme_dirs is ", "name each directory once"]
+    )
+    machine = ("--machine", "workstation", "--train.device", "cuda")
+    assert command.run(*options, str(file), *machine)[0] == 0

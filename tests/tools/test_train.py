@@ -216,6 +216,8 @@ def test_resume_in_short(run: Command, option: str) -> None:
          "some in tiers.nvme_dirs, or leave it out"),
         ("tiers: {nvme_dirs: ['']}", "", "run.yaml: tiers.nvme_dirs is ['']; name each directory once, or "
          "null for none"),
+        ("tiers: {nvme_dirs: [drive, ./drive/]}", "", "run.yaml: tiers.nvme_dirs is ['drive', './drive/']; "
+         "name each directory once, or null for none"),
         ("", "--train.steps 0", "run.yaml with the options given: train.steps is 0; it must be >= 1"),
         # No accumulation of nothing (C13).
         ("train: {rows_per_step: 0}", "", "run.yaml: train.rows_per_step is 0; it must be >= 1"),
