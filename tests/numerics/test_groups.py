@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.families import moe_config
-from support.rig import Rig, Setup, batches, keep_gradients, rig, same_bits, tiny_config
+from support.rig import Rig, Setup, batches, keep_gradients, rig, same_bits, tiny_config, zeros_cross
 from support.torch_adamw import CorrectlyRoundedSqrt, needs_torch_fma, one_torch_thread, padded  # noqa: F401
 
 from tierstream import _native
@@ -137,13 +137,7 @@ def test_idle_experts_have_their_own_group(idle: str) -> None:
         run.train(steps)
         found = run.planes()
     with rig(made.but(moe=MoeConfig(idle="dense"))) as run:
-        gradients = run.runtime._gradients
-
-        def absent(unit: object) -> None:  # the long way: zeros are summed, stored and read
-            gradients.open(unit)  # type: ignore[arg-type]
-            gradients.close(unit)  # type: ignore[arg-type]
-
-        gradients.absent = absent  # type: ignore[method-assign]
+        zeros_cross(run)
         run.train(steps)
         expected = run.planes()
         groups = {tensor.group for own in run.units.experts for unit in own for tensor in unit.tensors}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.families import moe_config
-from support.rig import PlainTraining, Rig, Setup, batches, keep_gradients, rig, same_bits
+from support.rig import PlainTraining, Rig, Setup, batches, keep_gradients, rig, same_bits, zeros_cross
 
 from tierstream.engine.device.kernels import cpu_adamw
 from tierstream.engine.moe.config import MoeConfig
@@ -110,21 +110,6 @@ def longest_pause(trained: Trained) -> int:
         hits = [i for i, idle_now in enumerate(trained.idle) if name not in idle_now]
         longest = max([longest, *(b - a - 1 for a, b in pairwise(hits))])
     return longest
-
-
-def zeros_cross(run: Rig) -> None:
-    """The long way: a gradient of zeros is summed, sent away, stored and read. The update before it must be
-    done by then; nobody has waited for it, as who reads weights does.
-    """
-    gradients, updates, idle = run.runtime._gradients, run.runtime.updates, run.runtime._idle
-
-    def absent(unit: Any) -> None:
-        updates.queue.finish([unit.name])
-        gradients.open(unit)
-        gradients.close(unit)
-        idle.names.discard(unit.name)  # it has a gradient
-
-    gradients.absent = absent  # type: ignore[method-assign]
 
 
 @EARLY
