@@ -63,7 +63,7 @@ class Bound:
 
 #: A chain, no resource: where updates wait for the whole gradient, the last layer's forward waits for them,
 #: and backward for that.
-UPDATE_THEN_BACKWARD = "update, then backward"
+UPDATE_THEN_BACKWARD = "update + backward"
 #: Page uses in order.
 Uses = Sequence[tuple[Page, Intent]]
 

@@ -63,7 +63,7 @@ def test_everything_is_there_as_json(command: Command, run_file: Path, tmp_path:
     assert plain.keys() == {field.name for field in dataclasses.fields(Outlook)} | {"chosen"}
     assert plain["chosen"] == {}
     assert plain["cost_per_billion_tokens"] is None
-    assert plain["bound_s"].keys() == {"compute", "upload", "update", "update, then backward", "nvme"}
+    assert plain["bound_s"].keys() == {"compute", "upload", "update", "update + backward", "nvme"}
     assert command.run(*options, str(tmp_path / "plan.json"))[0] == 0
     assert json.loads((tmp_path / "plan.json").read_text()) == plain
 

@@ -130,6 +130,7 @@ def test_screen_json_and_report_say_the_same(
 ) -> None:
     # Figures of a slow machine have more digits: none may be broken over two lines.
     monkeypatch.setattr("tierstream.tools.bench.report._WIDTH_COLUMNS", 200)
+    monkeypatch.setenv("COLUMNS", "200")
     file, folder = tmp_path / "result.json", tmp_path / "report"
     status, out, err = bench.run(*TINY, "--baseline", "resident", "--json", file, "--report", folder)
     assert (status, err) == (0, "")
