@@ -306,5 +306,6 @@ def test_a_drive_that_fills_up(tmp_path: Path, kind: str) -> None:
         with pytest.raises(StorageError, match="the drive is full") as caught:
             drive.backend.open(sparse, writable=True).write_from(written, 0).result()
         assert caught.value.errno == errno.ENOSPC
+        # All 16 calls of 4 MiB are under way at once: any of them, the first one too, may find no room.
         assert caught.value.offset is not None
-        assert 0 < caught.value.offset < 64 * MIB
+        assert 0 <= caught.value.offset < 64 * MIB
