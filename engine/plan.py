@@ -242,11 +242,6 @@ def size_copies(wanted: int | None, config: TiersConfig, layout: Layout, spare_b
     return page * min(most, max(budget // page, READS_AHEAD if config.nvme_dirs else 0))
 
 
-def step_flop(units: ModelUnits, tokens: int) -> float:
-    """FLOP of a step; attention is not counted."""
-    return float(units.flop_per_token * tokens)
-
-
 def spared_flop(units: ModelUnits, tokens: int) -> float:
     """FLOP of a product with the largest matrix of each dense layer that is recomputed: which one ends it is
     not known beforehand.
@@ -303,7 +298,7 @@ def make_plan(
         writeback_bytes=int(dram // 8 if tiers.writeback is None else tiers.writeback),
         device=memory,
         boundary_nbytes=boundary_nbytes,
-        flop_per_step=step_flop(units, tokens),
+        flop_per_step=float(units.flop_per_token * tokens),
         spared_flop=spared_flop(units, tokens),
         forward_flop=float(units.forward_flop_per_token * tokens),
         cpu_updates=optimizer.placement != "gpu",

@@ -13,9 +13,11 @@ from tierstream.tiered.layout import TensorSpec, Unit
 _PAGES_ENOUGH = 6000
 #: Frames that are left at least, so that eviction keeps its choice.
 _FRAMES_LEAST = 256
-#: More pages are not simulated: where even these leave fewer frames than the fewest with which a step goes on
-#: undisturbed, DRAM holds so little of the state that more of it would make no difference.
-_PAGES_MOST, _FRAMES_FEWEST = 20_000, 32
+#: Fewer frames than this make the store wait where a larger one would not.
+FRAMES_FEWEST = 32
+#: More pages are not simulated: where even these leave fewer frames than that, DRAM holds so little of the
+#: state that more of it would make no difference.
+_PAGES_MOST = 20_000
 
 
 def coarser(case: Case, pages_enough: int | None = None, frames_least: int | None = None) -> Case:
@@ -34,12 +36,12 @@ def coarser(case: Case, pages_enough: int | None = None, frames_least: int | Non
     if grain == 1:
         return case
     page_bytes = grain * layout.page_bytes
-    if plan.dram_bytes < _FRAMES_FEWEST * page_bytes:
+    if plan.dram_bytes < FRAMES_FEWEST * page_bytes:
         plan = replace(
             plan,
-            dram_bytes=_FRAMES_FEWEST * page_bytes,
-            prefetch_bytes=max(plan.prefetch_bytes, _FRAMES_FEWEST // 4 * page_bytes),
-            writeback_bytes=max(plan.writeback_bytes, _FRAMES_FEWEST // 8 * page_bytes),
+            dram_bytes=FRAMES_FEWEST * page_bytes,
+            prefetch_bytes=max(plan.prefetch_bytes, FRAMES_FEWEST // 4 * page_bytes),
+            writeback_bytes=max(plan.writeback_bytes, FRAMES_FEWEST // 8 * page_bytes),
         )
     units = replace(case.units, experts=tuple(_merged(own, grain) for own in case.units.experts))
     optimizer = case.config.optimizer

@@ -12,6 +12,7 @@ from tierstream.engine.device.memory import DeviceMemory, divide_as
 from tierstream.engine.model.units import ModelUnits, build_layout
 from tierstream.engine.plan import Plan
 from tierstream.engine.planner.case import Case
+from tierstream.engine.planner.coarse import FRAMES_FEWEST
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.simulate import ExpertUse, expected_use, simulate
@@ -24,8 +25,6 @@ WHOLE_PAGES, PART_PAGES = 3000, 1000
 _LAYERS_LEAST, _EXPERTS_LEAST, _EXPERT_SLOTS_LEAST = 2, 12, 4
 #: Of a part whose pages are too small: what is simulated in some seconds.
 _PART_PAGES_MOST = 6000
-#: Fewer frames than this make the store wait where a larger one would not.
-_FRAMES_LEAST = 32
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ def _spread(count: int, wanted: int) -> list[int]:
 def _plan(case: Case, choice: _Choice, layout: Layout) -> Plan:
     """With as large a share of the DRAM, of the slots and of the units that stay as there is of the state."""
     plan, share = case.plan, _nbytes(layout) / _nbytes(case.layout)
-    least = _FRAMES_LEAST * layout.page_bytes
+    least = FRAMES_FEWEST * layout.page_bytes
 
     def part(nbytes: int, least: int) -> int:
         whole = nbytes if layout.page_bytes == case.layout.page_bytes else max(nbytes, least)

@@ -9,14 +9,13 @@ as soon as its gradient is complete; what is left then goes on in the next forwa
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from tierstream.engine.device.device import Device, Event, Lane
+from tierstream.engine.device.device import Device, Lane
 from tierstream.engine.device.kernels import NUMPY_DTYPES, TORCH_DTYPES, cpu_adamw, cpu_adamw_idle
 from tierstream.engine.trace.trace import Trace, Track
 from tierstream.engine.update.granules import (
@@ -35,9 +34,6 @@ from tierstream.tiered.store import Intent, Store
 
 #: While one computes, with all threads, the other gets the next pages.
 _CPU_WORKERS = (Track.UPDATER, Track.SECOND_UPDATER)
-#: Pages of planes that are enqueued to go to the device: it copies in the order of the calls, so weights that
-#: are wanted now wait for as many. With one, nothing is copied until this thread has woken up.
-_PAGES_ON_THEIR_WAY = 2
 
 
 class UpdateDriver:
@@ -219,12 +215,12 @@ class _DeviceWorker:
             self._cleared_on_error(lease),
             lane.active(),
         ):
-            parts, ends = self._parts(granule, buffer), deque[Event]()
+            parts = self._parts(granule, buffer)
             for part, array in zip(parts, lease.arrays, strict=True):
-                if len(ends) == _PAGES_ON_THEIR_WAY:
-                    ends.popleft().synchronize()
                 lane.copy_in(part[: array.nbytes], array)
-                ends.append(lane.record())
+                # The device copies in the order of the calls: weights that are wanted now wait for one page
+                # of planes at most.
+                lane.record().synchronize()
                 self.bytes_up += array.nbytes
             self._compute(granule, settings, parts, buffer)
             for part, array, (_, intent) in zip(parts, lease.arrays, granule.uses, strict=True):

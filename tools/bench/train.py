@@ -192,7 +192,7 @@ class _Bench:
             found = run_cases(cases, options.rounds)
             after = bench.drives_now(known)
             self.drives += drive_rows({"before": before, "after": after}, layers)
-            rates = with_drives(self.rates, mean_drives([before, after])) if known else self.rates
+            rates = with_drives(self.rates, mean_drives([before, after]))
             plan = bench.cases[0].plan
             if warning := page_warning(self.config.tiers, plan):
                 self.notes.append(f"{layers} layers: {in_options(warning)}")

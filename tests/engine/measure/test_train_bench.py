@@ -32,7 +32,7 @@ from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.meta_model import build_meta_model
 from tierstream.engine.model.shapes import ShapeName, architecture
-from tierstream.engine.plan import TiersConfig, step_flop
+from tierstream.engine.plan import TiersConfig
 from tierstream.engine.step.batch import Batch
 from tierstream.engine.update.optimizer import OptimizerConfig
 
@@ -111,7 +111,7 @@ def test_shapes_have_the_published_number_of_parameters(
     }  # fmt: skip
     layers, expert, without = idle.get(name, (0, 0, 0))
     active = parameters - looked_up.get(name, 0) - layers * expert * without
-    assert step_flop(units, 7) == pytest.approx(8 * active * 7, rel=1e-12)
+    assert units.flop_per_token == pytest.approx(8 * active, rel=1e-12)
     assert units.forward_flop_per_token == pytest.approx(2 * active, rel=1e-12)
 
 

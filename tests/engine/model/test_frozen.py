@@ -14,7 +14,7 @@ from support.models import tiny_hf_config
 from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.frozen import freeze
-from tierstream.engine.plan import spared_flop, step_flop
+from tierstream.engine.plan import spared_flop
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.errors import ConfigError
 
@@ -106,7 +106,7 @@ def test_layers_without_a_backward_cost_a_quarter() -> None:
     units = find_units(meta(tiny_hf_config(), freeze=["*embed_tokens*", "*.layers.0.*", "*.layers.2.*"]))
     first, second, third = (unit.parameters for unit in units.layers)
     assert units.backward_from == 1
-    assert step_flop(units, 10) == 10 * (2 * first + 8 * second + 6 * third + 8 * units.head.parameters)
+    assert units.flop_per_token == 2 * first + 8 * second + 6 * third + 8 * units.head.parameters
     assert units.forward_flop_per_token == 2 * (first + second + third + units.head.parameters)
     largest = max(tensor.numel for tensor in units.layers[0].tensors)
     assert spared_flop(units, 10) == 10 * 2 * 2 * largest
