@@ -59,6 +59,7 @@ class Downloader:
         ready: Event,
         done: Callable[[], None],
         stored: Callable[[Page], None] = lambda page: None,
+        admit: Callable[[], None] = lambda: None,
     ) -> Future[None]:
         """Queue the plane's content for its pages.
 
@@ -67,10 +68,11 @@ class Downloader:
             ready: point of the compute lane after which the source is whole.
             done: called on the host when all is in DRAM and the source may be reused.
             stored: called on the host for every page that is in DRAM.
+            admit: called in the downloader's thread for every page before it takes a frame; may block.
         """
         self.raise_failure()
         self.bytes_down += source.numel() * (2 if self._rounds(unit, plane, source) else source.itemsize)
-        return self._thread.submit(self._run, unit, plane, source, ready, done, stored)
+        return self._thread.submit(self._run, unit, plane, source, ready, done, stored, admit)
 
     def raise_failure(self) -> None:
         if self._failed is not None:
@@ -87,6 +89,7 @@ class Downloader:
         ready: Event,
         done: Callable[[], None],
         stored: Callable[[Page], None],
+        admit: Callable[[], None],
     ) -> None:
         try:
             self.raise_failure()
@@ -94,6 +97,8 @@ class Downloader:
             lane.wait(ready)
             with lane.active(), trace.on_lane(Track.DOWNLOAD, lane, plane, unit):
                 for page in self._layout.pages(unit, plane):
+                    with trace.wait(Track.DOWNLOADER, "update", unit):
+                        admit()
                     with trace.wait(Track.DOWNLOADER, "copies", unit):
                         self._credits.acquire()
                     with trace.wait(Track.DOWNLOADER, "page", unit):

@@ -57,7 +57,7 @@ class Gradients:
         if self._early:
             self._updates.begin({unit: self._updates.work(unit)}, unlimited=True)
         ready = self._hardware.compute.mark()
-        _, done = self._downloads.submit(unit, "grad", ready, self._updates.stored)
+        _, done = self._downloads.submit(unit, "grad", ready, self._updates.stored, self._updates.admit)
         done.then(self._free[self._group_of[unit]].give)
 
     def free(self, unit: str) -> None:

@@ -189,6 +189,7 @@ class _Download:
     plane: str
     ready: Moment
     stored: Callable[[Page], None]
+    admit: Callable[[], Steps[None]] | None
     enqueued: Moment
     done: Moment
 
@@ -205,11 +206,16 @@ class Downloads:
         hardware.clock.start(self._run())
 
     def submit(
-        self, unit: str, plane: str, ready: Moment, stored: Callable[[Page], None] = lambda page: None
+        self,
+        unit: str,
+        plane: str,
+        ready: Moment,
+        stored: Callable[[Page], None] = lambda page: None,
+        admit: Callable[[], Steps[None]] | None = None,
     ) -> tuple[Moment, Moment]:
         """Queue a plane. Returns when all of it is enqueued, and when it is in DRAM."""
         clock = self._hardware.clock
-        job = _Download(unit, plane, ready, stored, clock.moment(), clock.moment())
+        job = _Download(unit, plane, ready, stored, admit, clock.moment(), clock.moment())
         self._queue.append(job)
         self._changes.tell()
         return job.enqueued, job.done
@@ -224,6 +230,10 @@ class Downloads:
         begin_s, last = clock.now_s, job.ready
         end = self._layout.spec(job.unit, job.plane).nbytes
         for page in self._layout.pages(job.unit, job.plane):
+            since_s = clock.now_s
+            if job.admit is not None:
+                yield from job.admit()
+                notes.waited(Track.DOWNLOADER, "update", job.unit, since_s)
             since_s = clock.now_s
             yield from self._credits.take()
             notes.waited(Track.DOWNLOADER, "copies", job.unit, since_s)

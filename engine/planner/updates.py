@@ -27,7 +27,9 @@ class Updates:
     def __init__(self, hardware: Hardware, case: Case) -> None:
         self._hardware, self._case, self._script = hardware, case, case.script
         self._layout, self._config = case.layout, case.config.optimizer
-        self.order = UpdateOrder(self._script.granules.own)
+        self.order = UpdateOrder(
+            self._script.granules.own, self._script.gradient_pages(on_drives=bool(hardware.drives))
+        )
         self._verdict: Verdict = unconditional(self._config, 0, 1)
         self._work, self._progress = (Changes(hardware.clock, hardware.rates.wake_s) for _ in range(2))
         self._on_device = Credits(hardware.clock, DEVICE_GRANULES)
@@ -36,6 +38,10 @@ class Updates:
                 hardware.clock.start(self._cpu_worker(track))
         if self._script.streamed and case.plan.gpu_updates:
             hardware.clock.start(self._device_worker())
+
+    def admit(self) -> Steps[None]:
+        yield from self._progress.wait_for(lambda: self.order.has_room)
+        self.order.admit()
 
     def stored(self, page: Page) -> None:
         self.order.stored(page)

@@ -15,7 +15,8 @@ import torch
 from tierstream.engine.device.device import Device, Event
 from tierstream.engine.device.download import Downloader
 from tierstream.engine.trace.trace import Trace
-from tierstream.tiered.layout import Page, Unit
+from tierstream.engine.update.queue import UpdateQueue
+from tierstream.tiered.layout import Unit
 
 
 class GradientSum:
@@ -57,7 +58,7 @@ class GradientBuffers:
         group_of: unit name -> group.
         groups: group -> (count, elements of one buffer).
         resident: units whose gradients stay on the device, until `free`.
-        stored: called, in another thread, for every page of a gradient that is in DRAM.
+        queue: says when a page may go to DRAM, and is told that it is there; in another thread.
         closed: called for every unit whose gradient is complete on the device.
         absent: called for every unit that gets no gradient in a step, which means zero.
     """
@@ -70,15 +71,16 @@ class GradientBuffers:
         group_of: Mapping[str, str],
         groups: Mapping[str, tuple[int, int]],
         trace: Trace,
+        queue: UpdateQueue,
         *,
-        stored: Callable[[Page], None],
         closed: Callable[[Unit], None],
         absent: Callable[[Unit], None],
         resident: Collection[str] = (),
     ) -> None:
         self._resident, self._held = resident, dict[str, tuple[GradientSum, torch.Tensor]]()
         self._device, self._downloader, self._trace = device, downloader, trace
-        self._group_of, self._stored, self._closed, self.absent = group_of, stored, closed, absent
+        self._group_of, self._closed, self.absent = group_of, closed, absent
+        self._queue = queue
         self._free: dict[str, list[tuple[torch.Tensor, Event | None]]] = {
             group: [(device.buffer(4 * numel).view(torch.float32), None) for _ in range(count)]
             for group, (count, numel) in groups.items()
@@ -127,8 +129,8 @@ class GradientBuffers:
         with self._state:
             self._outstanding += 1
         self._closed(unit)
-        ready = self._device.compute.record()
-        self._downloader.submit(unit.name, "grad", total.flat, ready, done, self._stored)
+        ready, queue = self._device.compute.record(), self._queue
+        self._downloader.submit(unit.name, "grad", total.flat, ready, done, queue.stored, queue.admit)
 
     def held(self, unit: Unit) -> torch.Tensor:
         """The complete gradient, fp32 and flat, of a unit that stays on the device."""

@@ -120,12 +120,14 @@ class Runtime:
         self.model, self.units, self.layout, self.store, self.device = model, units, layout, store, device
         self.trace = trace = trace or Trace()
         self.applied_updates, self._total_updates, self._config = applied_updates, total_updates, config
-        self._order: Sequence[Unit] = units.in_forward_order
         memory = plan.device
         self.script = script = StepScript(units, layout, plan, config, moe)
         self._resident = [unit for unit in script.staying if unit.trained]
-        streamed, granules, groups = script.streamed, script.granules, units.groups.table
-        self.updates = UpdateDriver(store, layout, streamed, granules, device, config, groups, threads, trace)
+        streamed, groups = script.streamed, units.groups.table
+        self.updates = UpdateDriver(
+            store, layout, streamed, script.granules, device, config, groups, threads, trace,
+            script.gradient_pages(on_drives=store.on_drives),
+        )  # fmt: skip
         self._idle = IdleExperts(
             moe.idle, self.updates, streamed, chain(*units.experts),
             lambda applied: unconditional(config, applied, total_updates), applied_updates,
@@ -159,8 +161,8 @@ class Runtime:
 
     def _gradient_buffers(self, memory: DeviceMemory) -> GradientBuffers:
         return GradientBuffers(
-            self.device, self.downloader, [unit for unit in self._order if unit.trained], memory.group_of,
-            memory.sums, self.trace, stored=self.updates.queue.stored, closed=self._update_now,
+            self.device, self.downloader, [unit for unit in self.units.in_forward_order if unit.trained],
+            memory.group_of, memory.sums, self.trace, self.updates.queue, closed=self._update_now,
             absent=self._no_gradient, resident=memory.resident,
         )  # fmt: skip
 

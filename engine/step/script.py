@@ -20,6 +20,11 @@ from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.tiered.layout import Layout, Page
 from tierstream.tiered.store import Intent
 
+#: Where updates begin in backward and the state is on drives, gradients may take this part of the DRAM, and
+#: as many granules' as the workers have and as come meanwhile. A gradient that waits there for planes on a
+#: drive costs its bytes in reads and in writes of what it keeps out.
+_GRADIENTS_SHARE, _GRADIENTS_LEAST = 1 / 32, 4
+
 
 class StepScript:
     """The script of a run's steps. Takes no memory on the device, no store and no weights.
@@ -53,6 +58,14 @@ class StepScript:
             layout, units, self.uses, self.granules, moe.idle, memory.resident, optimizer
         )
         self.updates_in_backward = optimizer.updates_in_backward
+        self._frames = plan.dram_bytes // layout.page_bytes
+
+    def gradient_pages(self, *, on_drives: bool) -> int | None:
+        """Pages of gradients that may be in DRAM before their update is finished; None: all of them."""
+        if not (on_drives and self.updates_in_backward):
+            return None
+        widest = max((len(g.gradient) for own in self.granules.own.values() for g in own), default=0)
+        return max(int(self._frames * _GRADIENTS_SHARE), _GRADIENTS_LEAST * widest)
 
     def steady_uses(self, idle: Collection[str]) -> list[tuple[Page, Intent]]:
         """Page uses of a step in steady state, in order.

@@ -49,9 +49,12 @@ class UpdateOrder:
 
     Args:
         units: in forward order.
+        gradient_pages: pages of gradients that may be in DRAM, or on their way there, before their update is
+            finished; None: all of them.
     """
 
-    def __init__(self, units: Iterable[str]) -> None:
+    def __init__(self, units: Iterable[str], gradient_pages: int | None = None) -> None:
+        self._gradient_pages, self._admitted = gradient_pages, 0
         self._units = {name: _UnitState(index) for index, name in enumerate(units)}
         self._first: list[_UnitState] = []
         self._pending: list[_UnitState] = []
@@ -66,13 +69,23 @@ class UpdateOrder:
         """There are granules that nobody has taken."""
         return bool(self._pending or self._first)
 
+    @property
+    def has_room(self) -> bool:
+        """A page of a gradient may go to DRAM."""
+        return self._gradient_pages is None or self._admitted < self._gradient_pages
+
+    def admit(self) -> None:
+        """A page of a gradient goes to DRAM."""
+        self._admitted += 1
+
     def stored(self, page: Page) -> None:
         """A page of a gradient is in DRAM."""
         self._stored.add(page)
 
     def forget(self) -> None:
-        """The stored gradients are discarded."""
+        """The stored gradients, which are all that were admitted, are discarded."""
         self._stored.clear()
+        self._admitted = 0
 
     def decide(self, works: Mapping[str, Work], *, ahead: int | None = None) -> None:
         """These units are to be updated.
@@ -108,6 +121,7 @@ class UpdateOrder:
     def finished(self, granule: Granule) -> None:
         """The planes of a granule that was taken are updated."""
         self._units[granule.unit].unfinished.discard(granule.index)
+        self._admitted -= len(granule.gradient)
 
     def ask(self, unit: str) -> bool:
         """The unit's weights are asked for, so updates may run further ahead; tells whether more may now."""

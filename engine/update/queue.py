@@ -17,16 +17,22 @@ class UpdateQueue:
     """Every method may be called from any thread; see `UpdateOrder` for what they decide.
 
     Args:
-        units: in forward order.
+        units, gradient_pages: see `UpdateOrder`.
     """
 
-    def __init__(self, units: Iterable[str]) -> None:
-        self._order = UpdateOrder(units)
+    def __init__(self, units: Iterable[str], gradient_pages: int | None = None) -> None:
+        self._order = UpdateOrder(units, gradient_pages)
         # Workers wait for granules, uploads for granules that are finished: who cannot go on is not woken.
         self._lock = threading.Lock()
         self._work, self._progress = threading.Condition(self._lock), threading.Condition(self._lock)
         self._error: BaseException | None = None
         self._closed = False
+
+    def admit(self) -> None:
+        """Block until a page of a gradient may go to DRAM; where no update is finished any more: at once."""
+        with self._lock:
+            self._progress.wait_for(lambda: self._order.has_room or self._error or self._closed)
+            self._order.admit()
 
     def stored(self, page: Page) -> None:
         """A page of a gradient is in DRAM."""
@@ -39,6 +45,7 @@ class UpdateQueue:
         """The stored gradients are discarded."""
         with self._lock:
             self._order.forget()
+            self._progress.notify_all()
 
     def decide(self, works: Mapping[str, Work], *, ahead: int | None = None) -> None:
         """See `UpdateOrder.decide`."""

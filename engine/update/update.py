@@ -43,6 +43,7 @@ class UpdateDriver:
         units: those whose state is in the store, in forward order; of what is frozen there is nothing to do.
         groups: by the index that tensors have.
         threads: CPU threads of the kernel.
+        gradient_pages: see `UpdateOrder`.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class UpdateDriver:
         groups: Sequence[Group],
         threads: int,
         trace: Trace,
+        gradient_pages: int | None,
     ) -> None:
         self._config, self._groups, self._trace = config, groups, trace
         self._granules = granules
-        self.queue = UpdateQueue(granules.own)
+        self.queue = UpdateQueue(granules.own, gradient_pages)
         dtypes: dict[str, dict[str, str]] = {unit.name: {} for unit in units}
         for spec in layout.planes.values():
             if spec.unit in dtypes:

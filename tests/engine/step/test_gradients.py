@@ -121,6 +121,7 @@ class HeldDownloader:
         ready: Event,
         done: Callable[[], None],
         stored: Callable[[Page], None],
+        admit: Callable[[], None],
     ) -> Future[None]:
         def run() -> None:
             self.gate.acquire()
@@ -138,17 +139,28 @@ class HeldDownloader:
 UNITS = [unit_of(f"layers.{index}") for index in range(4)]
 
 
+class Room:
+    """A queue with room for every page; tells whose have come."""
+
+    def __init__(self) -> None:
+        self.units: list[str] = []
+
+    def admit(self) -> None: ...
+
+    def stored(self, page: Page) -> None:
+        self.units.append(page.unit)
+
+
 class Buffers:
     """Two buffers for four units; freed ones are filled with NaN."""
 
     def __init__(self) -> None:
-        self.downloader = HeldDownloader()
-        self.stored: list[str] = []
+        self.downloader, self.queue = HeldDownloader(), Room()
         self.closed: list[str] = []
         self.buffers = GradientBuffers(
             Device("cpu", CopyFaults(0)), self.downloader, UNITS,  # type: ignore[arg-type]
             {unit.name: "layers" for unit in UNITS}, {"layers": (2, UNITS[0].numel)}, Trace(),
-            stored=lambda page: self.stored.append(page.unit),
+            self.queue,  # type: ignore[arg-type]
             closed=lambda unit: self.closed.append(unit.name), absent=lambda unit: None,
         )  # fmt: skip
 
@@ -176,7 +188,7 @@ def test_a_buffer_is_not_handed_out_before_its_bytes_are_in_dram() -> None:
     made.downloader.gate.release()
     thread.join()
     made.buffers.wait_stored()
-    assert made.stored == made.closed
+    assert made.queue.units == made.closed
     for index, unit in enumerate(UNITS):
         assert made.downloader.seen[unit.name] == flat_of(unit, summed(some_gradients(index))).tobytes()
 

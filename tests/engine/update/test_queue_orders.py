@@ -20,6 +20,9 @@ from tierstream.tiered.layout import Page
 
 pytestmark = pytest.mark.timeout(120)
 
+#: Pages of gradients that may be in DRAM: two granules.
+MOST = 4
+
 
 class QueueMachine(RuleBasedStateMachine):
     """Every order of calls, beside a model of the queue. Calls that may block run in threads: `settle` waits
@@ -28,7 +31,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue, self.pool = UpdateQueue(UNITS), ThreadPoolExecutor(64)
+        self.queue, self.pool = UpdateQueue(UNITS, MOST), ThreadPoolExecutor(64)
         self.stored: set[Page] = set()
         self.pending: list[str] = []
         self.first: list[str] = []
@@ -39,6 +42,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.working: list[Granule] = []
         self.takes: list[Future[tuple[Granule, tuple[Verdict, ...]] | None]] = []
         self.waits: list[tuple[set[tuple[str, int]], Future[None]]] = []
+        self.admits: list[Future[None]] = []
+        self.admitted = 0
 
     @rule(page=st.sampled_from(PAGES))
     def store_page(self, page: Page) -> None:
@@ -54,6 +59,12 @@ class QueueMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         self.queue.forget()
         self.stored.clear()
+        self.admitted = 0
+
+    @precondition(lambda self: len(self.admits) < 3)
+    @rule()
+    def admit(self) -> None:
+        self.admits.append(self.pool.submit(self.queue.admit))
 
     @precondition(lambda self: not self.unfinished)
     @rule(ahead=st.sampled_from([None, 0, 1, UNITS_AHEAD]), idle=st.sets(st.sampled_from(UNITS)))
@@ -105,6 +116,7 @@ class QueueMachine(RuleBasedStateMachine):
         granule = self.working.pop(choice % len(self.working))
         self.queue.finished(granule)
         self.unfinished.discard((granule.unit, granule.index))
+        self.admitted -= len(granule.gradient)
 
     @rule(granule=st.sampled_from(ALL))
     def wait(self, granule: Granule) -> None:
@@ -149,6 +161,18 @@ class QueueMachine(RuleBasedStateMachine):
             else:
                 assert not future.done()
         self.waits = [entry for entry in self.waits if not entry[1].done()]
+        self._settle_admits()
+
+    def _settle_admits(self) -> None:
+        """As many go on as there is room for."""
+        while self.admits and self.admitted < MOST:
+            done, left = wait_for_futures(self.admits, PATIENCE_S, FIRST_COMPLETED)
+            assert done, "a gradient waits although there is room"
+            assert all(future.exception() is None for future in done)
+            self.admitted += len(done)
+            self.admits = list(left)
+        assert self.admitted <= MOST
+        assert not any(future.done() for future in self.admits)
 
     def _next(self) -> Granule | None:
         allowed = [unit for unit in self.pending if UNITS.index(unit) < self.allowed]
@@ -158,6 +182,8 @@ class QueueMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.queue.close()
         assert [future.result(PATIENCE_S) for future in self.takes] == [None] * len(self.takes)
+        for admit in self.admits:
+            admit.result(PATIENCE_S)
         for _, future in self.waits:
             with pytest.raises(InvariantError, match="aborted"):
                 future.result(PATIENCE_S)
