@@ -1,6 +1,6 @@
 """The chosen plan of a small model on a drive that `tiers.throttle` makes slow, against plans at random.
 
-    python benchmarks/plans.py [--dir DIRECTORY] [--plans 30] [--rounds 7] [--seed 0]
+    python benchmarks/plans.py [--dir DIRECTORY] [--plans 30] [--rounds 3] [--seed 0]
 
 Steps of all plans take turns, so that what others do to the machine falls on all of them; then the chosen
 plan and the fastest of the others do so again, and what that gives is compared. Ends with one line of JSON:
@@ -39,7 +39,7 @@ from tierstream.io.scratch import ScratchFolder
 
 _SEQ_LEN, _ROWS, _WARM_UP = 64, 4, 2
 #: The fastest of many in a few rounds is partly a lucky one: so many of them meet the chosen plan again.
-_FINALISTS, _FINAL_ROUNDS = 4, 3
+_FINALISTS, _FINAL_ROUNDS = 4, 15
 _SHOWN = ("activations", "resident", "policy", "prefetch", "writeback")
 
 
@@ -55,7 +55,7 @@ def _config(folder: str, drive: str) -> RunConfig:
             dram=ByteSize("12MiB"),
             nvme_dirs=[drive],
             page=ByteSize("64KiB"),
-            throttle=ThrottleConfig(read=ByteSize("20MiB"), write=ByteSize("16MiB")),
+            throttle=ThrottleConfig(read=ByteSize("10MiB"), write=ByteSize("8MiB")),
             backend="posix",
         ),
         train=TrainConfig(rows_per_step=_ROWS),
@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The chosen plan against plans at random.")
     parser.add_argument("--dir", default=".")
     parser.add_argument("--plans", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -141,7 +141,7 @@ def main() -> None:
             measured = _turns(benches, args.rounds, numbers)
             fastest = sorted(range(1, len(plans)), key=measured.__getitem__)[:_FINALISTS]
             finalists = [0, *fastest]
-            final = _turns([benches[index] for index in finalists], _FINAL_ROUNDS * args.rounds, numbers)
+            final = _turns([benches[index] for index in finalists], _FINAL_ROUNDS, numbers)
     for index, (values, foreseen_s, measured_s) in enumerate(zip(plans, foreseen, measured, strict=True)):
         shown = ", ".join(f"{key} {values[f'tiers.{key}']}" for key in _SHOWN)
         who = "chosen" if index == 0 else f"random {index}"
