@@ -37,11 +37,11 @@ from tierstream.engine.trace.trace import Span, Track
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.io.scratch import ScratchFolder
 
-_SEQ_LEN, _WARM_UP = 32, 3
+_SEQ_LEN, _WARM_UP = 128, 3
 _EARLY = Setting(clip_norm=None, check_finite=False)
 _DEFERRED = Setting(clip_norm=1.0)
-_SLOW = ThrottleConfig(read=ByteSize(20 << 20), write=ByteSize(16 << 20))
-_SHARED = ThrottleConfig(total=ByteSize(24 << 20), latency_s=0.002)
+_SLOW = ThrottleConfig(read=ByteSize(200 << 20), write=ByteSize(160 << 20))
+_SHARED = ThrottleConfig(total=ByteSize(240 << 20), latency_s=0.002)
 
 
 class _Shape(NamedTuple):
@@ -50,7 +50,8 @@ class _Shape(NamedTuple):
     layers: int
 
 
-_DENSE, _MOE = _Shape("tiny", 128, 4), _Shape("tiny-moe", 64, 4)
+#: Large enough that Python does not set the pace of a step.
+_DENSE, _MOE = _Shape("tiny", 512, 6), _Shape("tiny-moe", 256, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +72,21 @@ class _Case:
 
 _CASES = {
     "dense, DRAM, small step": _Case(shape=_DENSE, rows=1),
-    "dense, DRAM, large step": _Case(shape=_DENSE, rows=32),
+    "dense, DRAM, large step": _Case(shape=_DENSE, rows=8),
     "dense, DRAM, early updates": _Case(shape=_DENSE, rows=1, setting=_EARLY),
-    "dense, drive, small step": _Case(shape=_DENSE, rows=1, throttle=_SLOW, dram=6 << 20),
-    "dense, drive, large step": _Case(shape=_DENSE, rows=32, throttle=_SLOW, dram=8 << 20),
-    "dense, drive, early updates": _Case(shape=_DENSE, rows=1, setting=_EARLY, throttle=_SLOW, dram=6 << 20),
-    "dense, drive, lru": _Case(shape=_DENSE, rows=1, throttle=_SLOW, dram=6 << 20, tiers={"policy": "lru"}),
-    "dense, shared drive": _Case(shape=_DENSE, rows=1, throttle=_SHARED, dram=8 << 20),
+    "dense, drive, small step": _Case(shape=_DENSE, rows=1, throttle=_SLOW, dram=140 << 20),
+    "dense, drive, large step": _Case(shape=_DENSE, rows=8, throttle=_SLOW, dram=190 << 20),
+    "dense, drive, early updates": _Case(
+        shape=_DENSE, rows=1, setting=_EARLY, throttle=_SLOW, dram=140 << 20
+    ),
+    "dense, drive, lru": _Case(
+        shape=_DENSE, rows=1, throttle=_SLOW, dram=140 << 20, tiers={"policy": "lru"}
+    ),
+    "dense, shared drive": _Case(shape=_DENSE, rows=1, throttle=_SHARED, dram=190 << 20),
     "experts, DRAM": _Case(shape=_MOE, rows=1),
-    "experts, drive": _Case(shape=_MOE, rows=8, throttle=_SLOW, dram=4 << 20),
+    "experts, drive": _Case(shape=_MOE, rows=8, throttle=_SLOW, dram=52 << 20),
     "experts, drive, lazy": _Case(
-        shape=_MOE, rows=1, throttle=_SLOW, dram=4 << 20, moe=MoeConfig(idle="lazy")
+        shape=_MOE, rows=1, throttle=_SLOW, dram=52 << 20, moe=MoeConfig(idle="lazy")
     ),
 }
 

@@ -97,6 +97,7 @@ def measure(
     warmups: int = 1,
     seed: int = 0,
     on_run: Callable[[Case], None] = lambda case: None,
+    on_round: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
     """Runs every case once per round, in an order drawn anew for each, and sums up.
 
@@ -105,7 +106,8 @@ def measure(
         rounds: rounds that count, at least 1.
         warmups: rounds before them that do not.
         seed: of the orders.
-        on_run: called after each run (a progress bar).
+        on_run: called after each run (a progress bar). on_round: after each round, those that do not count
+            too.
     """
     order = random.Random(seed)
     samples: list[list[Sample]] = [[] for _ in cases]
@@ -115,6 +117,7 @@ def measure(
             if turn >= warmups:
                 samples[index].append(sample)
             on_run(cases[index])
+        on_round()
     return [_sum_up(case, taken) for case, taken in zip(cases, samples, strict=True)]
 
 

@@ -147,6 +147,7 @@ class TieredBench:
         self.history: list[tuple[Setting, float]] = []
         """Setting and loss of every step, in order."""
         self._last: TieredCase | None = None
+        self._rested = False
         self._trace = Trace()
         with ExitStack() as parts:
             self._open(settings, known, parts)
@@ -219,8 +220,10 @@ class TieredBench:
         """Some steps, in steady state: each carries out the update of the one before it. Recorded in the
         case.
         """
-        if self._last is not case:
-            self.step(case)  # after another setting's flush there is nothing to update: it does not count
+        if self._last is not case or self._rested:
+            # After another setting's flush there is nothing to update, and after a rest the store is further
+            # than it else would be: such a step does not count.
+            self.step(case)
         memory.reset_peak_rss()
         runtime = case.runtime
         before = runtime.traffic()
@@ -255,6 +258,7 @@ class TieredBench:
 
     def step(self, case: TieredCase) -> float:
         """One step of the training under this setting; returns the gradient norm."""
+        self._rested = False
         if self._last is not None and self._last is not case:
             self._last.runtime.flush()
             case.runtime.applied_updates = self._last.runtime.applied_updates
@@ -267,6 +271,7 @@ class TieredBench:
     def drives_now(self, known: Sequence[KnownDrive]) -> list[KnownDrive]:
         """`machine.drives_now`, once the store has done ahead of the next step what it can."""
         self.store.settle()
+        self._rested = self.drives is not None
         return drives_now(self.config.tiers, known)
 
     def bound(self, case: TieredCase, rates: Rates) -> Bound:

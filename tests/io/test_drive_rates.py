@@ -303,7 +303,15 @@ def test_every_case_is_run_in_every_round_in_changing_order() -> None:
         return Case({"index": index}, "B", run)
 
     seen: list[Case] = []
-    measurements = measure([case(i) for i in range(4)], rounds=5, warmups=1, on_run=seen.append)
+    rested: list[int] = []
+    measurements = measure(
+        [case(i) for i in range(4)],
+        rounds=5,
+        warmups=1,
+        on_run=seen.append,
+        on_round=lambda: rested.append(len(log)),
+    )
+    assert rested == [4, 8, 12, 16, 20, 24]
     rounds: Sequence[list[int]] = [log[i : i + 4] for i in range(0, 24, 4)]
     assert len(log) == len(seen) == 24
     assert all(sorted(order) == [0, 1, 2, 3] for order in rounds)

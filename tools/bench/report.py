@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +72,15 @@ def check_output(options: OutputOptions) -> None:
 
 
 def run_cases(
-    cases: Sequence[Case], rounds: int, *, warmups: int = 1, what: str = ""
+    cases: Sequence[Case],
+    rounds: int,
+    *,
+    warmups: int = 1,
+    what: str = "",
+    on_round: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
     """Measures them, with a bar on the terminal (standard error); where that is none, with a line that says
-    `what`, if it is said.
+    `what`, if it is said. `on_round`: see `measure`.
     """
     console = Console(stderr=True)
     if what and not console.is_terminal:
@@ -83,7 +88,9 @@ def run_cases(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what or "measuring", total=len(cases) * (warmups + rounds))
-        return measure(cases, rounds=rounds, warmups=warmups, on_run=lambda case: bar.advance(task))
+        return measure(
+            cases, rounds=rounds, warmups=warmups, on_run=lambda case: bar.advance(task), on_round=on_round
+        )
 
 
 def present(

@@ -187,12 +187,14 @@ class _Bench:
                 baselines.append(ResidentCase(bench, self.batch))
             baselines += [stack.enter_context(peer) for peer in peers]
             cases += [each.case(options.steps, {"run": each.name, "layers": layers}) for each in baselines]
-            # Other users make a drive faster and slower by the minute: what it gave once says little.
-            before = bench.drives_now(known)
-            found = run_cases(cases, options.rounds)
-            after = bench.drives_now(known)
-            self.drives += drive_rows({"before": before, "after": after}, layers)
-            rates = with_drives(self.rates, mean_drives([before, after]))
+            # Other users make a drive faster and slower by the minute, and one that has rested is faster than
+            # one at work: what it gave once says little.
+            times: list[list[KnownDrive]] = []
+            found = run_cases(
+                cases, options.rounds, on_round=lambda: times.append(bench.drives_now(known))
+            )
+            self.drives += drive_rows(times, layers)
+            rates = with_drives(self.rates, mean_drives(times))
             plan = bench.cases[0].plan
             if warning := page_warning(self.config.tiers, plan):
                 self.notes.append(f"{layers} layers: {in_options(warning)}")

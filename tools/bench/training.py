@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -24,8 +24,8 @@ from tierstream.tools.bench.result import Details
 NOTES = [
     "P: parameters that are multiplied with (an embedding that is only looked up is none); T: tokens. "
     "6PT counts forward and backward, 8PT the recompute too; attention is not counted.",
-    "The bound is that of docs/design.md, section 6, from rates measured on this machine, drives before and "
-    "after the cases.",
+    "The bound is that of docs/design.md, section 6, from rates measured on this machine, drives before the "
+    "first round and after each.",
     "GPU peak: what the case holds and takes, without what the other cases hold beside it. Host peak: of the "
     "whole process; a peer has one of its own, all other cases share one.",
     "DRAM tier: of a run with this setting alone; here all share one. Where every unit stays on the device, "
@@ -217,16 +217,18 @@ def peer_details(rows: list[Row]) -> Details:
     return Details("peers", "peers; the JSON holds their settings", headings, rows, 2)
 
 
-def drive_rows(times: Mapping[str, Sequence[KnownDrive]], layers: int) -> list[Row]:
-    """What each drive gave at these times; of what could not be measured there is no row."""
+def drive_rows(times: Sequence[Sequence[KnownDrive]], layers: int) -> list[Row]:
+    """What each drive gave before the first round, and after each; of what could not be measured there is no
+    row.
+    """
     return [
         {
-            "when": when,
+            "after_round": turn,
             "layers": layers,
             "directory": str(Path(drive.directory).parent),
             **{f"{kind}_gb_per_s": getattr(drive.rates, kind) / 1e9 for kind in ACCESSES},
         }
-        for when, drives in times.items()
+        for turn, drives in enumerate(times)
         for drive in drives
         if drive.rates is not None
     ]
@@ -234,9 +236,9 @@ def drive_rows(times: Mapping[str, Sequence[KnownDrive]], layers: int) -> list[R
 
 def drive_details(rows: list[Row]) -> Details:
     """The table of the drives: the bound is that of the means."""
-    headings = {"when": "measured", "layers": "layers", "directory": "drive of"}
+    headings = {"after_round": "after round", "layers": "layers", "directory": "drive of"}
     rates = {f"{kind}_gb_per_s": f"{kind} GB/s" for kind in ACCESSES}
-    return Details("drives", "drives, before and after the cases", headings | rates, rows, 3)
+    return Details("drives", "drives, before the first round and after each", headings | rates, rows, 3)
 
 
 def plots(measurements: Sequence[Measurement]) -> list[PlotSpec]:
