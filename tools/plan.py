@@ -133,4 +133,5 @@ def _machine(options: PlanOptions) -> Machine:
     if options.machine is None:
         check_nvme_dirs(options.tiers.nvme_dirs or [])
         return Machine.here(options)
-    return Machine.from_profile(machine_file(options.machine), options.optimizer.threads_of)
+    file, limits = machine_file(options.machine), options.tiers.throttle.limits
+    return Machine.from_profile(file, options.optimizer.threads_of, limits)

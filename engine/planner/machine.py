@@ -89,13 +89,17 @@ class Machine:
 
     @classmethod
     def from_profile(
-        cls, path: str | os.PathLike[str], threads_of: Callable[[int], int] = lambda cores: cores
+        cls,
+        path: str | os.PathLike[str],
+        threads_of: Callable[[int], int] = lambda cores: cores,
+        limits: Limits | None = None,
     ) -> Self:
         """The machine of a profile (`tierstream bench --profile`), which may be another than this one: with
         its GPU if it has one, and with each of its drives.
 
         Args:
             threads_of: of so many cores, the threads of a run's update.
+            limits: of each drive, of a run with `tiers.throttle`.
 
         Raises:
             StorageError, ConfigError: it is missing or damaged, or parts of it were not measured.
@@ -122,7 +126,7 @@ class Machine:
             host_bytes=int(host["bytes"]),
             gpu_bytes=int(device["bytes"]) if gpu else None,
             cores=int(host["cores"]),
-            drives=tuple(_of_profile(drive.directory, drive, 1.0) for drive in profile.drives),
+            drives=tuple(_within(limits, drive) for drive in profile.drives),
             rates=Rates(
                 flop_per_s=compute,
                 upload=profile.copy["upload"] if gpu else None,
@@ -158,6 +162,15 @@ def drive_rates(drives: Sequence[KnownDrive], limits: Limits | None) -> tuple[Dr
             )
         found.append(_of_profile(drive.directory, drive.rates, drive.weight, limits))
     return tuple(found)
+
+
+def _within(limits: Limits | None, drive: DriveProfile) -> DriveRates:
+    if limits is None:
+        return _of_profile(drive.directory, drive, 1.0)
+    slower = replace(drive, read=min(drive.read, limits.read), write=min(drive.write, limits.write))
+    found = _of_profile(drive.directory, slower, 1.0, limits)
+    share = min(1.0, drive.mixed / (found.read_mixed + found.write_mixed))  # limits that the drive is within
+    return replace(found, read_mixed=share * found.read_mixed, write_mixed=share * found.write_mixed)
 
 
 def _of_profile(

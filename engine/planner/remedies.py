@@ -108,7 +108,8 @@ def _kinds(error: BudgetError, setting: Setting, model: Model) -> Iterator[Candi
     if tiers.dram is not None and tiers.dram < need_bytes <= host_bytes:
         yield one("tiers.dram", ByteSize(min(host_bytes, -(-need_bytes // _MIB) * _MIB)))
     for key, current in (
-        ("tiers.gpu", tiers.gpu), ("moe.gpu_cache", config.moe.gpu_cache), ("tiers.dram", tiers.dram),
+        ("tiers.resident", tiers.resident), ("tiers.page", tiers.page), ("tiers.gpu", tiers.gpu),
+        ("moe.gpu_cache", config.moe.gpu_cache), ("tiers.dram", tiers.dram),
         ("checkpoint.copy_memory", config.checkpoint.copy_memory),
     ):  # fmt: skip
         if current is not None:
@@ -163,11 +164,24 @@ def _drive(setting: Setting) -> Candidates:
 def _more_dram(setting: Setting) -> Candidates:
     sizes = (setting.machine.host_bytes * factor // 4 for factor in (5, 6, 8, 12, 16, 24, 32, 64, 128, 256))
     for size in (-(-size // _GIB) * _GIB for size in sizes):
-        yield f"{format_bytes(size)} of host memory", setting.with_dram(size)
+        what, machine = f"{format_bytes(size)} of host memory", replace(setting.machine, host_bytes=size)
+        grown = setting.with_dram(size)
+        yield from _hardware(what, replace(setting, machine=machine), grown, "dram", grown.config.tiers.dram)
 
 
 def _larger_gpu(setting: Setting) -> Candidates:
     machine = setting.machine
     for size in (gib * _GIB for gib in _GPUS_GIB):
         if machine.gpu_bytes is not None and size > machine.gpu_bytes:
-            yield f"a GPU with {format_bytes(size)}", setting.with_gpu(size)
+            what, larger = f"a GPU with {format_bytes(size)}", replace(machine, gpu_bytes=size)
+            grown = setting.with_gpu(size)
+            yield from _hardware(what, replace(setting, machine=larger), grown, "gpu", grown.config.tiers.gpu)
+
+
+def _hardware(
+    what: str, as_it_is: Setting, grown: Setting, tier: str, budget: ByteSize | None
+) -> Candidates:
+    """The run as it is on the better machine, then with a budget that has grown as well."""
+    yield what, as_it_is
+    if grown.config != as_it_is.config:
+        yield f"{what}, and tiers.{tier}: {budget}", grown

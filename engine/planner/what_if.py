@@ -58,7 +58,11 @@ class Setting:
         if count > len(drives) and not drives:
             raise ConfigError(f"{count} drives are asked for, and {self.machine.name} has none to be like")
         more = [replace(drives[0], directory=f"drive {index}") for index in range(len(drives), count)]
-        machine = replace(self.machine, drives=(*drives, *more)[:count])
+        # What was measured of the run's own drives together is not what these give.
+        rates = replace(
+            self.machine.rates, nvme_read=None, nvme_write=None, nvme_read_mixed=None, nvme_write_mixed=None
+        )
+        machine = replace(self.machine, drives=(*drives, *more)[:count], rates=rates)
         names = [drive.directory for drive in machine.drives]
         return Setting(changed(self.config, {"tiers.nvme_dirs": names or None}), machine)
 
@@ -74,13 +78,17 @@ class Setting:
 
 
 def what_if(setting: Setting, text: str) -> Setting:
-    """The setting with changes as they are typed: `dram=256GiB,drives=4`.
+    """The setting with changes as they are typed: `dram=256GiB,drives=4`. The machine's name says so too.
 
     Raises:
-        ConfigError: a key that there is not, or a value that it cannot have.
+        ConfigError: a key that there is not, or twice, or a value that it cannot have.
     """
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
+    seen = list[str]()
+    for part in filter(None, map(str.strip, text.split(","))):
+        key, _, value = map(str.strip, part.partition("="))
+        if key in seen:
+            raise ConfigError(f"--what-if {part}: {key} is named twice; name it once")
+        seen.append(key)
         if key not in KEYS:
             raise ConfigError(f"--what-if {part}: the keys are {', '.join(KEYS)}, as in dram=256GiB,drives=4")
         least = 0 if key == "drives" else 1
@@ -98,7 +106,9 @@ def what_if(setting: Setting, text: str) -> Setting:
             "cores": setting.with_cores,
         }[key]
         setting = change(int(number))
-    return setting
+    if not seen:
+        return setting
+    return replace(setting, machine=replace(setting.machine, name=f"{setting.machine.name}, with {text}"))
 
 
 def changed(config: Any, changes: Mapping[str, Any]) -> Any:

@@ -99,11 +99,14 @@ def test_what_if_changes_what_it_says_and_nothing_else(config: RunConfig) -> Non
     names = {"dram": config.tiers.dram, "gpu": config.tiers.gpu, "nvme_dirs": config.tiers.nvme_dirs}
     assert changed(more.config, {f"tiers.{name}": value for name, value in names.items()}) == config
     assert what_if(setting, "") == setting
+    assert more.machine.name == f"{WORKSTATION.name}, with dram=64GiB,gpu=32GiB,drives=3,cores=32"
+    blanks = what_if(setting, " dram = 64GiB , drives = 3 ")
+    assert (blanks.machine.host_bytes, len(blanks.machine.drives)) == (64 * gib, 3)
     # With less, budgets stay as they are set: else a remedy would be of another run than the one refused.
     less = what_if(setting, "dram=1GiB,gpu=2GiB")
     assert (less.machine.host_bytes, less.machine.gpu_bytes) == (gib, 2 * gib)
     assert less.config == config
-    for wrong in ("ram=1GiB", "dram=x", "drives=-1", "cores=0", "drives"):
+    for wrong in ("ram=1GiB", "dram=x", "drives=-1", "cores=0", "drives", "drives=2,drives=3"):
         with pytest.raises(ConfigError, match="--what-if"):
             what_if(setting, wrong)
 
