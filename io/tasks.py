@@ -72,7 +72,7 @@ class TaskPool:
     """Worker threads, the rule by which requests are cut, and how many requests they work on at a time.
 
     Where reads and writes wait, workers take tasks of both in turn: a store asks for several pages of one
-    kind at a time, and a drive gives more with both at once than with one after the other (docs/log.md).
+    kind at a time, and drives may give more with both at once than with one after the other (docs/log.md).
 
     Args:
         name: prefix of the threads' names.
@@ -141,7 +141,7 @@ class TaskPool:
             for _ in range(count):
                 self._executor.submit(self._run_one)
         except BaseException as error:  # an interrupt: what nobody has begun must still come to an end
-            while (task := self._take_of(request)) is not None:
+            while (task := self._take(request)) is not None:
                 self._run(request, task, error)
             raise
 
@@ -151,15 +151,14 @@ class TaskPool:
             direction = next((each for each, requests in self._untaken.items() if requests), None)
             if direction is None:
                 return
-            requests = self._untaken.pop(direction)
-            self._untaken[direction] = requests  # the other one's turn
+            self._untaken[direction] = requests = self._untaken.pop(direction)  # the other one's turn
             request = requests[0]
-            task = request.tasks.popleft()
-            if not request.tasks:
-                requests.popleft()
+            task = self._take(request)
+        assert task is not None
         self._run(request, task)
 
-    def _take_of(self, request: _Request) -> Callable[[], None] | None:
+    def _take(self, request: _Request) -> Callable[[], None] | None:
+        """A task of a begun request; None: all are taken."""
         with self._idle:
             if not request.tasks:
                 return None

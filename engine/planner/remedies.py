@@ -164,24 +164,18 @@ def _drive(setting: Setting) -> Candidates:
 def _more_dram(setting: Setting) -> Candidates:
     sizes = (setting.machine.host_bytes * factor // 4 for factor in (5, 6, 8, 12, 16, 24, 32, 64, 128, 256))
     for size in (-(-size // _GIB) * _GIB for size in sizes):
-        what, machine = f"{format_bytes(size)} of host memory", replace(setting.machine, host_bytes=size)
-        grown = setting.with_dram(size)
-        yield from _hardware(what, replace(setting, machine=machine), grown, "dram", grown.config.tiers.dram)
+        yield from _hardware(f"{format_bytes(size)} of host memory", setting, setting.with_dram(size), "dram")
 
 
 def _larger_gpu(setting: Setting) -> Candidates:
     machine = setting.machine
     for size in (gib * _GIB for gib in _GPUS_GIB):
         if machine.gpu_bytes is not None and size > machine.gpu_bytes:
-            what, larger = f"a GPU with {format_bytes(size)}", replace(machine, gpu_bytes=size)
-            grown = setting.with_gpu(size)
-            yield from _hardware(what, replace(setting, machine=larger), grown, "gpu", grown.config.tiers.gpu)
+            yield from _hardware(f"a GPU with {format_bytes(size)}", setting, setting.with_gpu(size), "gpu")
 
 
-def _hardware(
-    what: str, as_it_is: Setting, grown: Setting, tier: str, budget: ByteSize | None
-) -> Candidates:
-    """The run as it is on the better machine, then with a budget that has grown as well."""
-    yield what, as_it_is
-    if grown.config != as_it_is.config:
-        yield f"{what}, and tiers.{tier}: {budget}", grown
+def _hardware(what: str, setting: Setting, grown: Setting, tier: str) -> Candidates:
+    """The run as it is on the better machine, then with the budget of the tier grown as well."""
+    yield what, replace(setting, machine=grown.machine)
+    if grown.config != setting.config:
+        yield f"{what}, and tiers.{tier}: {getattr(grown.config.tiers, tier)}", grown
