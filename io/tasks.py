@@ -27,16 +27,9 @@ class _Request:
     buffer. The first error wins, and tasks that have not begun by then are skipped.
     """
 
-    def __init__(
-        self,
-        direction: Direction,
-        nbytes: int,
-        tasks: Iterable[Callable[[], None]],
-        on_end: Callable[[], None],
-    ) -> None:
+    def __init__(self, nbytes: int, tasks: Iterable[Callable[[], None]], on_end: Callable[[], None]) -> None:
         self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()  # a running future refuses cancel(): the buffer is in use
-        self.direction = direction
         self.tasks = deque(tasks)
         """Those that nobody has taken."""
         self._nbytes = nbytes
@@ -45,8 +38,12 @@ class _Request:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def run(self, task: Callable[[], None], error: BaseException | None = None) -> bool:
-        """Does the task, or takes it for failed if there was an `error`; whether it was the last to end."""
+    def run_next(self, error: BaseException | None = None) -> bool:
+        """Does the next task, or takes it for failed if there was an `error`; whether it was the last."""
+        try:
+            task = self.tasks.popleft()
+        except IndexError:
+            return False
         if self._error is None and error is None:
             try:
                 task()
@@ -71,9 +68,6 @@ class _Request:
 class TaskPool:
     """Worker threads, the rule by which requests are cut, and how many requests they work on at a time.
 
-    Where reads and writes wait, workers take tasks of both in turn: a store asks for several pages of one
-    kind at a time, and drives may give more with both at once than with one after the other (docs/log.md).
-
     Args:
         name: prefix of the threads' names.
         threads: number of worker threads.
@@ -93,13 +87,10 @@ class TaskPool:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"tierstream-{name}")
         self._waiting: deque[_Request] = deque()
         self._begun = 0
-        self._untaken: dict[Direction, deque[_Request]] = {each: deque() for each in Direction}
-        """Begun requests with tasks that nobody has taken; the direction whose turn it is comes first."""
         self._idle = threading.Condition()
 
     def submit(
         self,
-        direction: Direction,
         move: Callable[[int, int], None],
         offset: int,
         nbytes: int,
@@ -117,7 +108,7 @@ class TaskPool:
         first = offset - offset % align_bytes + step - offset
         cuts = [0, *range(first, nbytes, step), nbytes]
         tasks = [partial(move, start, stop) for start, stop in pairwise(cuts)]
-        request = _Request(direction, nbytes, tasks, on_end)
+        request = _Request(nbytes, tasks, on_end)
         with self._idle:
             if self._begun == self.queue_depth:
                 self._waiting.append(request)
@@ -134,41 +125,16 @@ class TaskPool:
         self.watchdog.close()
 
     def _begin(self, request: _Request) -> None:
-        count = len(request.tasks)
-        with self._idle:
-            self._untaken[request.direction].append(request)
         try:
-            for _ in range(count):
-                self._executor.submit(self._run_one)
+            for _ in range(len(request.tasks)):
+                self._executor.submit(self._run, request)
         except BaseException as error:  # an interrupt: what nobody has begun must still come to an end
-            while (task := self._take(request)) is not None:
-                self._run(request, task, error)
+            while request.tasks:
+                self._run(request, error)
             raise
 
-    def _run_one(self) -> None:
-        """One task of any request; nothing where an interrupt has ended those that were left."""
-        with self._idle:
-            direction = next((each for each, requests in self._untaken.items() if requests), None)
-            if direction is None:
-                return
-            self._untaken[direction] = requests = self._untaken.pop(direction)  # the other one's turn
-            request = requests[0]
-            task = self._take(request)
-        assert task is not None
-        self._run(request, task)
-
-    def _take(self, request: _Request) -> Callable[[], None] | None:
-        """A task of a begun request; None: all are taken."""
-        with self._idle:
-            if not request.tasks:
-                return None
-            task = request.tasks.popleft()
-            if not request.tasks:
-                self._untaken[request.direction].remove(request)
-            return task
-
-    def _run(self, request: _Request, task: Callable[[], None], error: BaseException | None = None) -> None:
-        if not request.run(task, error):
+    def _run(self, request: _Request, error: BaseException | None = None) -> None:
+        if not request.run_next(error):
             return
         # The next request begins before this one is reported: the drive does not wait for who reads that.
         with self._idle:
@@ -221,7 +187,7 @@ class ThreadedFile(ABC):
                 self._move(direction, view[start:stop], offset + start)
 
         return self._pool.submit(
-            direction, move, offset, nbytes, align_bytes=self._align_bytes, on_end=self._request_ended
+            move, offset, nbytes, align_bytes=self._align_bytes, on_end=self._request_ended
         )
 
     def _request_ended(self) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tierstream.io.errors import InvariantError
 from tierstream.io.tasks import TaskPool
-from tierstream.io.transfer import Direction
 
 
 @given(
@@ -28,7 +27,6 @@ def test_tasks_cover_the_range_once_and_are_cut_at_aligned_offsets(
     pool = TaskPool("test", 2, task_bytes)
     ranges: list[tuple[int, int]] = []
     future = pool.submit(
-        Direction.READ,
         lambda start, stop: ranges.append((start, stop)),
         offset,
         nbytes,
@@ -68,7 +66,7 @@ def test_no_more_requests_than_the_queue_depth_are_begun(depth: int, threads: in
             with lock:
                 now.remove(number)
 
-        return pool.submit(Direction.READ, move, 0, 4, align_bytes=1, on_end=end)
+        return pool.submit(move, 0, 4, align_bytes=1, on_end=end)
 
     futures = [submit(number) for number in range(20)]
     assert [future.result() for future in futures] == [4] * 20
@@ -88,7 +86,7 @@ def test_closing_waits_for_requests_that_have_not_begun() -> None:
         time.sleep(0.002)
         done.append(start)
 
-    futures = [pool.submit(Direction.READ, move, 0, 3, align_bytes=1, on_end=lambda: None) for _ in range(5)]
+    futures = [pool.submit(move, 0, 3, align_bytes=1, on_end=lambda: None) for _ in range(5)]
     pool.close()
     assert len(done) == 15
     assert all(future.done() for future in futures)
@@ -100,40 +98,17 @@ def test_a_request_from_within_a_callback_has_its_turn() -> None:
     seen = threading.Event()
 
     def submit() -> Future[int]:
-        return pool.submit(Direction.READ, lambda start, stop: None, 0, 4, align_bytes=1, on_end=lambda: None)
+        return pool.submit(lambda start, stop: None, 0, 4, align_bytes=1, on_end=lambda: None)
 
     def next_one(future: Future[int]) -> None:
         again.append(submit())
         seen.set()
 
-    first = pool.submit(
-        Direction.READ, lambda start, stop: time.sleep(0.05), 0, 4, align_bytes=1, on_end=lambda: None
-    )
+    first = pool.submit(lambda start, stop: time.sleep(0.05), 0, 4, align_bytes=1, on_end=lambda: None)
     first.add_done_callback(next_one)
     assert seen.wait(10)
     assert again[0].result(timeout=10) == 4
     pool.close()
-
-
-def test_reads_and_writes_take_turns_and_each_kind_keeps_its_order() -> None:
-    """However many of one kind were asked for first."""
-    pool = TaskPool("test", 1, 1)
-    free, order = threading.Event(), list[str]()
-
-    def submit(direction: Direction, name: str) -> Future[int]:
-        def move(start: int, stop: int) -> None:
-            free.wait(10)
-            order.append(f"{name}{start}")
-
-        return pool.submit(direction, move, 0, 2, align_bytes=1, on_end=lambda: None)
-
-    read, write = Direction.READ, Direction.WRITE
-    asked = [(read, "r"), (read, "s"), (read, "t"), (write, "w"), (write, "x")]
-    futures = [submit(*each) for each in asked]
-    free.set()
-    assert [future.result(10) for future in futures] == [2] * 5
-    pool.close()
-    assert order == ["r0", "w0", "r1", "w1", "s0", "x0", "s1", "x1", "t0", "t1"]
 
 
 @pytest.mark.parametrize("bad", [{"threads": 0}, {"task_bytes": 0}, {"queue_depth": 0}])
@@ -158,9 +133,7 @@ def test_an_interrupt_while_a_request_is_begun_ends_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(pool._executor, "submit", interrupted)
     ended = threading.Event()
     with pytest.raises(KeyboardInterrupt):
-        pool.submit(
-            Direction.READ, lambda start, stop: done.append(start), 0, 4, align_bytes=1, on_end=ended.set
-        )
+        pool.submit(lambda start, stop: done.append(start), 0, 4, align_bytes=1, on_end=ended.set)
     pool.close()
     assert ended.is_set()
     assert len(done) <= begun
