@@ -6,6 +6,7 @@ what would make them shorter. Works from the configuration alone: no weights, no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,10 @@ from functools import partial
 from typing import NamedTuple
 
 from tierstream.engine.bound import Bound, Rates, least_traffic, traffic_bound
+from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import TierPlan
+from tierstream.engine.page_size import AUTO_DRAM_SHARE
 from tierstream.engine.plan_tiers import dtypes_of, tier_plans
 from tierstream.engine.planner.aside import aside
 from tierstream.engine.planner.case import Case, units_of
@@ -26,11 +29,16 @@ from tierstream.engine.planner.remedies import check_fits, with_remedies
 from tierstream.engine.planner.sample import WHOLE_PAGES, Pace, Prediction, pace, predict, take_sample
 from tierstream.engine.planner.what_if import Setting
 from tierstream.io.errors import BudgetError
+from tierstream.io.sizes import format_bytes
 from tierstream.io.transfer import Direction
+from tierstream.tiered.layout import round_up
 
 _GIB = 1 << 30
-#: DRAM is raised by this part of it, since a gigabyte alone may be less than a page of the part simulated.
-_DRAM_PART = 8
+#: DRAM is raised by this part of what it would hold, or of what there is: a gigabyte alone may be less than a
+#: page of those that are simulated.
+_STATE_PART, _HOST_PART = 64, 8
+#: By so much the device's memory is raised.
+_GPU_GIB = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +267,33 @@ def _changes(case: Case, setting: Setting) -> Iterator[_Change]:
     more_rows = setting.with_config({"train.rows_per_step": 2 * config.train.rows_per_step})
     yield _Change("twice the tokens per step", more_rows, 1.0)
     if config.tiers.nvme_dirs is not None:
-        more = max(_GIB, machine.host_bytes // _DRAM_PART)
+        more = _more_dram(case, setting)
         yield _Change("+1 GiB of DRAM", setting.with_dram(machine.host_bytes + more), more / _GIB)
         yield _Change("+1 drive", setting.with_drives(len(config.tiers.nvme_dirs) + 1), 1.0)
     if machine.gpu_bytes is not None:
-        more_gpu = setting.with_gpu(machine.gpu_bytes + 8 * _GIB, case.plan.gpu_bytes)
-        yield _Change("+8 GiB of GPU memory", more_gpu, 1.0)
+        yield _more_gpu(case, setting, machine.gpu_bytes)
+
+
+def _more_dram(case: Case, setting: Setting) -> int:
+    """By how many bytes DRAM is raised, of which a gigabyte has its share: few, for the next ones gain less
+    where little is missing, and no more than hold everything, or others would count that are not needed.
+    """
+    everything = case.layout.page_total * case.layout.page_bytes
+    missing = everything - case.plan.dram_bytes
+    if setting.config.tiers.dram is None:
+        missing = math.ceil(missing / AUTO_DRAM_SHARE)
+    return max(_GIB, min(missing, everything // _STATE_PART, setting.machine.host_bytes // _HOST_PART))
+
+
+def _more_gpu(case: Case, setting: Setting, gpu_bytes: int) -> _Change:
+    """A larger budget costs nothing for as long as the GPU has the bytes."""
+    budget = round_up(setting.config.tiers.gpu or case.plan.gpu_bytes, _GIB // 8)
+    taken = device_peak(case).nbytes - case.plan.gpu_bytes + budget
+    more = min(_GPU_GIB, (gpu_bytes - taken) // _GIB)
+    if more > 0:
+        larger = ByteSize(budget + more * _GIB)
+        what = f"tiers.gpu: {larger} (+{more} GiB, which the GPU has)"
+        return _Change(what, setting.with_config({"tiers.gpu": larger}), 1.0)
+    grown = setting.with_gpu(gpu_bytes + _GPU_GIB * _GIB, budget)
+    what = f"a GPU with {format_bytes(gpu_bytes + _GPU_GIB * _GIB)}, tiers.gpu: {grown.config.tiers.gpu}"
+    return _Change(what, grown, 1.0)
