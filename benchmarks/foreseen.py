@@ -25,7 +25,7 @@ from tierstream.engine.planner.case import case_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.machines import machine_file
 from tierstream.engine.planner.needs import device_peak
-from tierstream.engine.planner.sample import predict
+from tierstream.engine.planner.simulate import foresee
 from tierstream.engine.update.optimizer import OptimizerConfig
 from tierstream.tools.bench.train_options import TrainBenchOptions
 from tierstream.tools.options import parse_options
@@ -70,7 +70,7 @@ def compared(result: dict[str, Any], name: str, machine: Machine) -> Iterator[Co
             Path(folder, "config.json").write_text(json.dumps(architecture(options.shape, layers)))
             here = replace(config, model=replace(config.model, config=folder))
             case = case_of(here, machine)
-            forecast = predict(case, machine).forecast
+            forecast = foresee(case, machine)
         key = entry["run"], entry["layers"]
         yield Compared(
             run=f"{name}: {entry['run']}",

@@ -85,9 +85,8 @@ def _print_speed(console: Console, outlook: Outlook) -> None:
     say(f"  no step is faster than {outlook.bound_s[bound]:.4g} s, set by {bound}")
     say(f"  busy: {_shares(outlook.busy_s, outlook.step_s)}")
     say(f"  the device waits for: {_shares(outlook.idle_s, outlook.step_s)}")
-    if outlook.simulated_share < 1:
-        share = f"{100 * outlook.simulated_share:.2g} % of the pages"
-        say(f"  simulated: some layers and experts for all, {share}")
+    if outlook.grain > 1:
+        say(f"  simulated in pages of {format_bytes(outlook.grain * outlook.page_bytes)}")
 
 
 def _shares(seconds: Mapping[str, float], whole_s: float) -> str:

@@ -17,7 +17,7 @@ from tierstream.engine.config import RunConfig
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan import Plan
 from tierstream.engine.planner.case import Case, plan_for, units_of
-from tierstream.engine.planner.coarse import coarser
+from tierstream.engine.planner.coarse import coarser, grain_for
 from tierstream.engine.planner.floor import floor_s
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.grid import Refused, Values, divisions, store_settings, with_values
@@ -167,7 +167,8 @@ class _Search:
         config = with_values(self._config, values)
         plan, layout = plan_for(config, self.machine, self._units)
         exact = Case(config, self._units, layout, plan, self._vocabulary)
-        case, times = coarser(exact, _PAGES, _FRAMES), modelled_times(exact, self.machine)
+        case = coarser(exact, grain_for(exact, _PAGES, _FRAMES))
+        times = modelled_times(exact, self.machine)
         return _Branch(values, config, plan, case, times, floor_s(case, self.machine, times))
 
     def run(self, simulations: int, tolerance: float) -> _Best:

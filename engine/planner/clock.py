@@ -81,16 +81,21 @@ class Clock:
         self.soon.append(go_on)
 
     def run_until(self, end: Callable[[], bool]) -> None:
-        """Raises InvariantError if nothing is left to happen before."""
-        soon = self.soon
-        while not end():
-            if soon:
+        """All that happens at the time at which it comes true still happens.
+
+        Raises:
+            InvariantError: nothing is left to happen before.
+        """
+        soon, later = self.soon, self._later
+        while True:
+            while soon:
                 soon.popleft()()
-            elif self._later:
-                self.now_s, _, call = heappop(self._later)
-                call()
-            else:
+            if end():
+                return
+            if not later:
                 raise InvariantError("all processes of a simulation wait for each other")
+            self.now_s, _, call = heappop(later)
+            call()
 
 
 class Changes:
@@ -220,10 +225,13 @@ class Cores:
             return  # somebody came meanwhile
         self._advance()
         ended = self._least_s() + 1e-12
-        for job in [job for job in self._jobs if job.left_s <= ended]:
-            self._jobs.remove(job)
-            self._wanted -= job.threads
-            job.done.set()
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            if job.left_s > ended:
+                self._jobs.append(job)
+            else:
+                self._wanted -= job.threads
+                job.done.set()
         self._reckon()
 
 
@@ -258,30 +266,34 @@ class Lane:
         Args:
             watch: is told when it began and ended.
         """
-        done = self._clock.moment()
-        self._clock.start(self._work(seconds, self._last, after, done, watch))
+        clock, done, before = self._clock, self._clock.moment(), self._last
         self._last = done
+
+        def begin() -> None:  # no process: there are more of these than of all else in a simulation
+            if after is not None and not after.past:
+                after.then(begin)
+                return
+            begin_s, wait = clock.now_s, self._server.serve(seconds)
+
+            def end() -> None:
+                self.busy_s += clock.now_s - begin_s
+                if watch is not None:
+                    watch(begin_s, clock.now_s)
+                done.set()
+
+            if isinstance(wait, Moment):
+                wait.then(end)
+            elif wait > 0:
+                clock.after(wait, end)
+            else:
+                end()
+
+        if before is None:
+            clock.soon.append(begin)
+        else:
+            before.then(begin)
         return done
 
     def mark(self) -> Moment:
         """The moment at which all that is enqueued so far is done."""
         return self._last if self._last is not None else self.enqueue(0.0)
-
-    def _work(
-        self,
-        seconds: float,
-        before: Moment | None,
-        after: Moment | None,
-        done: Moment,
-        watch: Callable[[float, float], None] | None,
-    ) -> Steps[None]:
-        if before is not None:
-            yield before
-        if after is not None:
-            yield after
-        begin_s = self._clock.now_s
-        yield self._server.serve(seconds)
-        self.busy_s += self._clock.now_s - begin_s
-        if watch is not None:
-            watch(begin_s, self._clock.now_s)
-        done.set()

@@ -22,7 +22,6 @@ class Forecast:
         idle_s: seconds that the lane `compute` waits, by cause, as `engine.trace.summary` names them.
         nbytes: moved by each link: upload, download, "nvme read", "nvme write"; the first two with what an
             update on the GPU moves.
-        dram_peak_bytes: frames in use at most.
         spans: of the step, as a trace of it would hold them.
     """
 
@@ -32,7 +31,6 @@ class Forecast:
     busy_s: Mapping[str, float]
     idle_s: Mapping[str, float]
     nbytes: Mapping[str, int]
-    dram_peak_bytes: int
     spans: Sequence[Span] = field(repr=False)
 
     @property

@@ -21,12 +21,13 @@ from tierstream.engine.page_size import AUTO_DRAM_SHARE
 from tierstream.engine.plan_tiers import dtypes_of, tier_plans
 from tierstream.engine.planner.aside import aside
 from tierstream.engine.planner.case import Case, units_of
+from tierstream.engine.planner.coarse import PAGES_COMPARED, grain_for, in_whole_planes
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.known import Model
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.needs import Peak, device_peak, disk, planes
 from tierstream.engine.planner.remedies import check_fits, with_remedies
-from tierstream.engine.planner.sample import WHOLE_PAGES, Pace, Prediction, pace, predict, take_sample
+from tierstream.engine.planner.simulate import foresee
 from tierstream.engine.planner.what_if import Setting
 from tierstream.io.errors import BudgetError
 from tierstream.io.sizes import format_bytes
@@ -115,8 +116,8 @@ class Outlook:
     """Of the run; None: as many as its data give."""
     days: float | None
     """That these steps take."""
-    simulated_share: float
-    """Of the pages of the state; less than 1: some layers and experts stand for all of them."""
+    grain: int
+    """Pages, and experts, of the run that were simulated as one; 1: each for itself."""
 
 
 @dataclass(frozen=True)
@@ -149,14 +150,19 @@ def look_ahead(
         case = check_fits(setting, model)
     except BudgetError as error:
         raise with_remedies(error, setting, model) from error
+    grain, alike = grain_for(case), grain_for(case, PAGES_COMPARED)
     changes = tuple(_changes(case, setting)) if compare else ()
+    if changes and alike > grain:  # else it is the forecast itself that they are compared with
+        changes = (_Change("", setting, 1.0), *changes)
     # One of the changes takes about as long as what is left to do here, and the rest as all that together.
-    with aside(partial(_paced, model, changes[:-1])) if changes else nullcontext(list) as others:
-        prediction = predict(case, machine)
+    with aside(partial(_foreseen, model, alike, changes[:-1])) if changes else nullcontext(list) as others:
+        forecast = foresee(case, machine, grain)
         bound = step_bound(case, machine)
-        paced = _paced(model, changes[-1:])
-        helps = _helps(prediction, [*others(), *paced])
-    forecast, flop = prediction.forecast, case.plan.flop_per_step
+        if grain > 1:
+            forecast = _no_faster(forecast, max(bound.seconds.values()))
+        last = _foreseen(model, alike, changes[-1:])
+        helps = _helps(forecast.tokens_per_s, [*others(), *last])
+    flop = case.plan.flop_per_step
     days, steps = 1e9 / forecast.tokens_per_s / 86400, config.train.steps
     outlook = Outlook(
         machine=machine.name,
@@ -188,22 +194,25 @@ def look_ahead(
         cost_per_billion_tokens=None if price_per_hour is None else 24 * days * price_per_hour,
         steps=steps,
         days=None if steps is None else steps * forecast.step_s / 86400,
-        simulated_share=prediction.share,
+        grain=grain,
     )
     return Ahead(outlook, forecast)
 
 
 def step_bound(case: Case, machine: Machine) -> Bound:
-    """The bound of a step; where there are many pages, the traffic of the drives follows from a part."""
-    part, scale = case, 1.0
-    if case.layout.page_total > WHOLE_PAGES:
-        sample = take_sample(case, machine)
-        part, scale = sample.case, sample.scale["bytes"]
+    """The bound of a step; where there are many pages, without the padding of the last ones of planes."""
     count, nbytes = len(case.config.tiers.nvme_dirs or []), (0, 0)
     if count:
-        reads, writes = least_traffic(part.script.steady_uses(()), part.plan, part.layout)
-        nbytes = int(scale * reads), int(scale * writes)
+        grain = grain_for(case)
+        counted = case if grain == 1 else in_whole_planes(case, grain)
+        nbytes = least_traffic(counted.script.steady_uses(()), counted.plan, counted.layout)
     return traffic_bound(_rates(machine, count), case.plan, case.layout, *nbytes)
+
+
+def _no_faster(forecast: Forecast, bound_s: float) -> Forecast:
+    """Of large pages DRAM may hold a little more than it has."""
+    factor = max(1.0, bound_s / forecast.step_s)
+    return replace(forecast, step_s=factor * forecast.step_s, tokens_per_s=forecast.tokens_per_s / factor)
 
 
 def _rates(machine: Machine, drives: int) -> Rates:
@@ -226,43 +235,50 @@ def _rates(machine: Machine, drives: int) -> Rates:
 
 
 class _Change(NamedTuple):
-    """What is changed, and how many times over."""
+    """What is changed, and how many times over; nothing is where that is empty."""
 
     what: str
     setting: Setting
     times: float
 
 
-class _Paced(NamedTuple):
-    """A change that fits, and what steps are like with it."""
+class _Foreseen(NamedTuple):
+    """A change that fits, and the steps with it."""
 
     what: str
     times: float
     tokens_per_step: int
-    pace: Pace
+    tokens_per_s: float
 
 
-def _paced(model: Model, changes: Iterable[_Change]) -> list[_Paced]:
+def _foreseen(model: Model, grain: int, changes: Iterable[_Change]) -> list[_Foreseen]:
     found = []
     for what, setting, times in changes:
         try:
             after = check_fits(setting, model)
         except BudgetError:
             continue  # twice the tokens need not fit
-        found.append(_Paced(what, times, after.plan.tokens_per_step, pace(after, setting.machine)))
+        forecast = foresee(after, setting.machine, grain)
+        found.append(_Foreseen(what, times, after.plan.tokens_per_step, forecast.tokens_per_s))
     return found
 
 
-def _helps(before: Prediction, paced: Iterable[_Paced]) -> tuple[Help, ...]:
-    found, tokens_per_s_before = [], before.forecast.tokens_per_s
-    for what, times, tokens, after in paced:
-        gain = (tokens / after.step_s(before.growth) / tokens_per_s_before - 1) / times
-        tokens_per_s = (1 + gain) * tokens_per_s_before
-        found.append(Help(change=what, step_s=tokens / tokens_per_s, tokens_per_s=tokens_per_s, gain=gain))
+def _helps(tokens_per_s: float, foreseen: Iterable[_Foreseen]) -> tuple[Help, ...]:
+    """What each change gives beside the run as it is, in pages as large as those of the change."""
+    before, found = tokens_per_s, []
+    for what, times, tokens, after in foreseen:
+        if not what:
+            before = after
+            continue
+        gain = (after / before - 1) / times
+        then = (1 + gain) * tokens_per_s
+        found.append(Help(change=what, step_s=tokens / then, tokens_per_s=then, gain=gain))
     return tuple(sorted(found, key=lambda each: -each.gain))
 
 
 def _changes(case: Case, setting: Setting) -> Iterator[_Change]:
+    """In pages of the same size, or part of a difference could be theirs."""
+    setting = setting.with_config({"tiers.page": ByteSize(case.plan.page_bytes)})
     config, machine = setting.config, setting.machine
     more_rows = setting.with_config({"train.rows_per_step": 2 * config.train.rows_per_step})
     yield _Change("twice the tokens per step", more_rows, 1.0)

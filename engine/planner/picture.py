@@ -26,14 +26,11 @@ _SHOWN = {Track.STEPS, Track.COMPUTE, Track.UPLOAD, Track.DOWNLOAD, Track.READS,
 
 
 def draw_outlook(ahead: Ahead) -> Figure:
-    """Tiers above, the step below; where a part of the layers was simulated, theirs."""
-    outlook = ahead.outlook
-    share = outlook.simulated_share
-    title = "" if share == 1 else f"a part, {share:.1%} of the pages"
-    spans = ahead.forecast.spans
-    if share < 1:
+    """Tiers above, the step below."""
+    outlook, spans = ahead.outlook, ahead.forecast.spans
+    if outlook.grain > 1:
         spans = [span for span in spans if span.track in _SHOWN or span.waiting]
-    figure = draw(timeline(spans), title)
+    figure = draw(timeline(spans))
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + _TIERS_INCHES)
     (steps,) = figure.axes

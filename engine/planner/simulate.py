@@ -2,7 +2,7 @@
 clock of a machine that need not be there. What moves, and in which order, is what the run itself would do;
 how long it takes follows from the machine's rates.
 
-    forecast = simulate(case_of(config, machine), machine)
+    forecast = foresee(case_of(config, machine), machine)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.clock import Steps
-from tierstream.engine.planner.coarse import coarser
+from tierstream.engine.planner.coarse import coarser, grain_for
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.hardware import Hardware
 from tierstream.engine.planner.host import Host
@@ -33,6 +33,16 @@ _SETTLED = 0.02
 _STEPS_WITH_UPDATES, _STEPS_MOST = 2, 9
 
 
+def foresee(case: Case, machine: Machine, grain: int | None = None) -> Forecast:
+    """`simulate`, in pages so large that it takes a second at most.
+
+    Args:
+        grain: pages that are one; None: as many as it takes (see `grain_for`).
+    """
+    few = coarser(case, grain_for(case) if grain is None else grain)
+    return simulate(few, machine, times=modelled_times(case, machine))
+
+
 def simulate(
     case: Case,
     machine: Machine,
@@ -47,13 +57,10 @@ def simulate(
         steps: at least 2, the forecast is of the last; None: as many as it takes. The first begins with no
             page in DRAM and nothing to update.
         times: of the device; None: modelled from the machine's rates.
-        experts: which have tokens; None: tokens go to experts at random, all equally likely, and a case of
-            many pages is made coarser.
+        experts: which have tokens; None: tokens go to experts at random, all equally likely.
     """
     times = times or modelled_times(case, machine)
-    if experts is None:
-        case = coarser(case)
-        experts = expected_use(case)
+    experts = experts or expected_use(case)
     hardware = Hardware(case, machine)
     host = Host(hardware, case, times, experts)
     made, ended = list[_Step](), False
@@ -88,7 +95,6 @@ def simulate(
         busy_s=step.busy_s,
         idle_s=traced.idle_s,
         nbytes=step.nbytes,
-        dram_peak_bytes=hardware.store.stats.frames_in_use_peak * case.layout.page_bytes,
         spans=step.spans,
     )
 

@@ -15,15 +15,12 @@ from support.runs import make_run
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import PlanReport
-from tierstream.engine.model.shapes import architecture
-from tierstream.engine.planner import coarse, sample
 from tierstream.engine.planner.case import case_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.machines import machine_file, names
 from tierstream.engine.planner.needs import planes
 from tierstream.engine.planner.outlook import look_ahead
 from tierstream.engine.planner.picture import draw_outlook
-from tierstream.engine.planner.simulate import simulate
 from tierstream.engine.planner.what_if import Setting, changed, what_if
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError, ConfigError
@@ -56,7 +53,9 @@ def test_two_processes_foresee_what_one_does(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, two_cores: None, whole: bool
 ) -> None:
     if not whole:
-        monkeypatch.setattr(sample, "WHOLE_PAGES", 1)
+        pages = case_of(on_gpu(config), WORKSTATION).layout.page_total
+        monkeypatch.setattr("tierstream.engine.planner.coarse.PAGES_FORESEEN", pages // 2)
+        monkeypatch.setattr("tierstream.engine.planner.outlook.PAGES_COMPARED", pages // 4)
     forked, fork = list[int](), os.fork
     monkeypatch.setattr(os, "fork", lambda: forked.append(1) or fork())
     outlooks = []
@@ -65,6 +64,7 @@ def test_two_processes_foresee_what_one_does(
         outlooks.append(look_ahead(on_gpu(config), WORKSTATION).outlook)
     assert len(forked) == 1
     assert outlooks[0] == outlooks[1]
+    assert (outlooks[0].grain == 1) is whole
     assert len(outlooks[0].helps) == 4
     look_ahead(on_gpu(config), WORKSTATION, compare=False)
     assert len(forked) == 1
@@ -154,65 +154,6 @@ def test_a_gpu_that_is_too_small_is_told_before_the_run(config: RunConfig) -> No
         look_ahead(config, WORKSTATION)
     with pytest.raises(ConfigError, match="names 2 drives"):
         look_ahead(changed(on_gpu(config), {"tiers.nvme_dirs": ["a", "b"]}), WORKSTATION)
-
-
-@pytest.mark.parametrize("dram", ["2 MiB", "8 MiB"])
-def test_a_part_stands_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dram: str) -> None:
-    """What moves, what is computed and how long it takes, within a tenth; with DRAM for a fifth of the state,
-    and for most of it, where the first steps fill it.
-    """
-    model = tmp_path / "experts"
-    moe_config("qwen3_moe", num_hidden_layers=12, num_experts=16, vocab_size=64).save_pretrained(model)
-    config = changed(
-        on_gpu(make_run(tmp_path)),
-        {"model.config": str(model), "tiers.page": ByteSize(4096), "tiers.nvme_dirs": ["/mnt/nvme0"],
-         "tiers.dram": ByteSize(dram), "train.rows_per_chunk": None, "data.seq_len": 64},
-    )  # fmt: skip
-    case = case_of(config, WORKSTATION)
-    monkeypatch.setattr(sample, "WHOLE_PAGES", 0)
-    part, whole = (
-        sample.predict(case, WORKSTATION, pages=case.layout.page_total // 2),
-        simulate(case, WORKSTATION),
-    )
-    assert part.share < 0.7
-    assert part.forecast.step_s == pytest.approx(whole.step_s, rel=0.1)
-    assert part.forecast.busy_s["compute"] == pytest.approx(whole.busy_s["compute"], rel=0.01)
-    assert part.forecast.nbytes["nvme read"] == pytest.approx(whole.nbytes["nvme read"], rel=0.1)
-
-
-@pytest.mark.parametrize(("way", "read"), [("part", 0.1), ("coarse", 0.2)])  # measured: 0.18, of 32 frames
-def test_pages_too_small_to_be_simulated_one_by_one(
-    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, way: str, read: float
-) -> None:
-    """A hundred frames of some thousands of pages, and a drive that sets the pace: a fourth of the pages,
-    each four times as large and as costly, foretell the same.
-    """
-    model = tmp_path / "wide"
-    model.mkdir()
-    shape = architecture("tiny", 12) | {"hidden_size": 128, "intermediate_size": 512}
-    (model / "config.json").write_text(json.dumps(shape))
-    tiny = changed(
-        on_gpu(config),
-        {"model.config": str(model), "tiers.page": ByteSize(8192), "tiers.nvme_dirs": ["/mnt/nvme0"],
-         "tiers.dram": ByteSize("800 KiB"), "train.rows_per_chunk": None, "data.seq_len": 64},
-    )  # fmt: skip
-    machine = replace(WORKSTATION, rates=replace(WORKSTATION.rates, page_s=1e-5))
-    case = case_of(tiny, machine)
-    exact = simulate(case, machine)
-    most = -(-case.layout.page_total // 4)
-    monkeypatch.setattr(sample, "WHOLE_PAGES", 0)
-    monkeypatch.setattr(sample, "_PART_PAGES_MOST", most)
-    monkeypatch.setattr(coarse, "_PAGES_MOST", most)
-    if way == "part":
-        few = sample.take_sample(case, machine, case.layout.page_total).case
-        found = sample.predict(case, machine, pages=case.layout.page_total).forecast
-    else:
-        few = coarse.coarser(case)
-        found = simulate(few, machine)
-    assert (few.grain, few.plan.page_bytes) == (4, 4 * case.plan.page_bytes)
-    assert few.layout.page_total == pytest.approx(most, rel=0.1)
-    assert found.step_s == pytest.approx(exact.step_s, rel=0.1)
-    assert found.nbytes["nvme read"] == pytest.approx(exact.nbytes["nvme read"], rel=read)
 
 
 def test_planes_of_what_stays_on_the_device_are_counted_there(config: RunConfig) -> None:

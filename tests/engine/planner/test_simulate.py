@@ -19,11 +19,10 @@ from tierstream.engine.device.memory import IN_FLIGHT_PAGES
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.plan import TiersConfig
-from tierstream.engine.planner import coarse
 from tierstream.engine.planner.case import Case, case_of
 from tierstream.engine.planner.drive import DriveRates
 from tierstream.engine.planner.machine import Machine
-from tierstream.engine.planner.simulate import ExpertUse, simulate
+from tierstream.engine.planner.simulate import simulate
 from tierstream.engine.planner.times import Known
 from tierstream.engine.trace.picture import timeline
 from tierstream.engine.update.optimizer import OptimizerConfig
@@ -143,30 +142,6 @@ def test_idle_experts_cost_what_their_mode_says(tmp_path: Path, mode: str) -> No
     updated = {span.unit for span in found.spans if span.what == "adamw"}
     assert uploads == set(hit)
     assert updated & set(idle) == (set(idle) if mode == "dense" else set())
-
-
-def everyone(case: Case) -> ExpertUse:
-    return lambda step, layer: range(len(case.units.experts[layer]))
-
-
-def test_coarse_pages_move_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of the pages, and experts in groups; and budgets, links and drives as they were."""
-    config = config_of(tmp_path, families.moe_config("qwen3_moe"), **drives(300_000))
-    machine = replace(GPU, rates=replace(GPU.rates, page_s=1e-4))
-    exact = case_of(config, machine)
-    pages = sum(exact.layout.page_count(*key) for key in exact.layout.planes)
-    monkeypatch.setattr(coarse, "_PAGES_ENOUGH", -(-pages // 2))
-    monkeypatch.setattr(coarse, "_FRAMES_LEAST", 24)
-    made = coarse.coarser(exact)
-    assert made.grain == 2
-    durable = made.layout.nbytes(durable=True)
-    assert durable == pytest.approx(exact.layout.nbytes(durable=True), rel=0.05)
-    fine, rough = (simulate(case, machine, experts=everyone(case)) for case in (exact, made))
-    # The last gradients of a step go down while the next begins.
-    between = IN_FLIGHT_PAGES * made.layout.page_bytes
-    assert rough.nbytes["download"] == pytest.approx(fine.nbytes["download"], abs=between)
-    assert rough.nbytes["nvme read"] == pytest.approx(fine.nbytes["nvme read"], rel=0.2)  # with 36 frames
-    assert rough.step_s == pytest.approx(fine.step_s, rel=0.15)
 
 
 def test_the_cpu_as_device_and_a_budget_that_is_too_small(tmp_path: Path) -> None:
