@@ -150,18 +150,10 @@ def look_ahead(
         case = check_fits(setting, model)
     except BudgetError as error:
         raise with_remedies(error, setting, model) from error
-    grain, alike = grain_for(case), grain_for(case, PAGES_COMPARED)
-    changes = tuple(_changes(case, setting)) if compare else ()
-    if changes and alike > grain:  # else it is the forecast itself that they are compared with
-        changes = (_Change("", setting, 1.0), *changes)
-    # One of the changes takes about as long as what is left to do here, and the rest as all that together.
-    with aside(partial(_foreseen, model, alike, changes[:-1])) if changes else nullcontext(list) as others:
-        forecast = foresee(case, machine, grain)
-        bound = step_bound(case, machine)
-        if grain > 1:
-            forecast = _no_faster(forecast, max(bound.seconds.values()))
-        last = _foreseen(model, alike, changes[-1:])
-        helps = _helps(forecast.tokens_per_s, [*others(), *last])
+    grain, bound = grain_for(case), step_bound(case, machine)
+    forecast, helps = _foreseen(case, setting, model, grain, compare=compare)
+    if grain > 1:
+        forecast = _no_faster(forecast, max(bound.seconds.values()))
     flop = case.plan.flop_per_step
     days, steps = 1e9 / forecast.tokens_per_s / 86400, config.train.steps
     outlook = Outlook(
@@ -242,7 +234,7 @@ class _Change(NamedTuple):
     times: float
 
 
-class _Foreseen(NamedTuple):
+class _Changed(NamedTuple):
     """A change that fits, and the steps with it."""
 
     what: str
@@ -251,7 +243,22 @@ class _Foreseen(NamedTuple):
     tokens_per_s: float
 
 
-def _foreseen(model: Model, grain: int, changes: Iterable[_Change]) -> list[_Foreseen]:
+def _foreseen(
+    case: Case, setting: Setting, model: Model, grain: int, *, compare: bool
+) -> tuple[Forecast, tuple[Help, ...]]:
+    """A step, and what would help: beside the run itself in pages as large, where there are many."""
+    alike = grain_for(case, PAGES_COMPARED)
+    changes = list(_changes(case, setting, alike)) if compare else []
+    if changes and alike > grain:
+        changes.insert(0, _Change("", setting, 1.0))
+    # One of the changes takes about as long as what is left to do here, and the rest as all that together.
+    with aside(partial(_with, changes[:-1], model, alike)) if changes else nullcontext(list) as others:
+        forecast = foresee(case, setting.machine, grain)
+        last = _with(changes[-1:], model, alike)
+        return forecast, _helps(forecast.tokens_per_s, [*others(), *last])
+
+
+def _with(changes: Iterable[_Change], model: Model, grain: int) -> list[_Changed]:
     found = []
     for what, setting, times in changes:
         try:
@@ -259,14 +266,13 @@ def _foreseen(model: Model, grain: int, changes: Iterable[_Change]) -> list[_For
         except BudgetError:
             continue  # twice the tokens need not fit
         forecast = foresee(after, setting.machine, grain)
-        found.append(_Foreseen(what, times, after.plan.tokens_per_step, forecast.tokens_per_s))
+        found.append(_Changed(what, times, after.plan.tokens_per_step, forecast.tokens_per_s))
     return found
 
 
-def _helps(tokens_per_s: float, foreseen: Iterable[_Foreseen]) -> tuple[Help, ...]:
-    """What each change gives beside the run as it is, in pages as large as those of the change."""
+def _helps(tokens_per_s: float, changed: Iterable[_Changed]) -> tuple[Help, ...]:
     before, found = tokens_per_s, []
-    for what, times, tokens, after in foreseen:
+    for what, times, tokens, after in changed:
         if not what:
             before = after
             continue
@@ -276,9 +282,9 @@ def _helps(tokens_per_s: float, foreseen: Iterable[_Foreseen]) -> tuple[Help, ..
     return tuple(sorted(found, key=lambda each: -each.gain))
 
 
-def _changes(case: Case, setting: Setting) -> Iterator[_Change]:
-    """In pages of the same size, or part of a difference could be theirs."""
-    setting = setting.with_config({"tiers.page": ByteSize(case.plan.page_bytes)})
+def _changes(case: Case, setting: Setting, grain: int) -> Iterator[_Change]:
+    if grain > 1:  # in pages of one size, or a part of the difference would be theirs
+        setting = setting.with_config({"tiers.page": ByteSize(case.plan.page_bytes)})
     config, machine = setting.config, setting.machine
     more_rows = setting.with_config({"train.rows_per_step": 2 * config.train.rows_per_step})
     yield _Change("twice the tokens per step", more_rows, 1.0)
