@@ -58,12 +58,8 @@ def _peaks(outlook: Outlook) -> str:
     host = f"host arenas {format_bytes(outlook.dram_bytes)} of {format_bytes(outlook.host_bytes)}"
     if outlook.device_bytes is None:
         return host
-    return (
-        f"{host}\n"
-        f"GPU peak about {format_bytes(peak.nbytes)} of {format_bytes(outlook.device_bytes)}: "
-        f"buffers {format_bytes(peak.buffers_bytes)}, and beside them {format_bytes(peak.loss_bytes)} for "
-        f"the loss or about {format_bytes(peak.layer_bytes)} for the largest layer"
-    )
+    gpu = f"{format_bytes(peak.nbytes)} of {format_bytes(outlook.device_bytes)}"
+    return f"{host}\nGPU peak about {gpu}: {peak.describe()}"
 
 
 def _disk(outlook: Outlook) -> str:

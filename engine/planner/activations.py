@@ -56,6 +56,14 @@ def _loss_tokens(case: Case) -> int:
     return min(case.plan.tokens_per_step, case.config.train.loss_chunk(case.vocabulary))
 
 
+def inputs_bytes(case: Case) -> int:
+    """Of the inputs of all layers, from forward to backward, where they stay on the device."""
+    if case.config.tiers.activations != "gpu":
+        return 0
+    units, tokens = case.units, case.plan.tokens_per_step
+    return len(units.layers) * tokens * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
+
+
 def layer_bytes(case: Case) -> int:
     """Of the largest layer."""
     return max(_layer(case, index) for index in range(len(case.units.layers)))
@@ -79,8 +87,7 @@ def _layer(case: Case, index: int) -> int:
         most = dense + max(kept + gradients - max(tensor.numel for tensor in stacks), gradients)
     else:
         most = dense + gradients
-    waiting = len(units.layers) if case.config.tiers.activations == "gpu" else 0
-    boundaries = (_OF_ALL_ROWS + waiting) * all_tokens * width + _OF_CHUNK * tokens * width
+    boundaries = _OF_ALL_ROWS * all_tokens * width + _OF_CHUNK * tokens * width
     routed = len(units.layers) * all_tokens * choices * _ROUTING
     return int(item * (_ROUNDED_UP * most + boundaries)) + routed
 

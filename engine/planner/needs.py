@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP
 from tierstream.engine.plan_tiers import extras_nbytes
-from tierstream.engine.planner.activations import head_bytes, layer_bytes, logits_bytes
+from tierstream.engine.planner.activations import head_bytes, inputs_bytes, layer_bytes, logits_bytes
 from tierstream.engine.planner.case import Case
+from tierstream.io.sizes import format_bytes
 from tierstream.tiered.layout import ITEM_BYTES, round_up
 
 _SUM_BYTES = 4
@@ -25,9 +26,9 @@ class Peak:
     head_bytes: int
     """An estimate: hidden states beside these logits."""
     layer_bytes: int
-    """An estimate: what the largest layer keeps for its backward, its gradients, and the inputs and outputs
-    of layers that are there then."""
-
+    """An estimate: what the largest layer keeps for its backward, its gradients, its input and its output."""
+    inputs_bytes: int
+    """Exact: inputs of all layers, which stay on the device with `tiers.activations: gpu`; else 0."""
     extras_bytes: int
     """Exact: what layers are given beside the hidden states, with its gradients."""
 
@@ -37,8 +38,19 @@ class Peak:
 
     @property
     def nbytes(self) -> int:
-        """All of it: head and layers take turns."""
-        return self.buffers_bytes + self.extras_bytes + max(self.loss_bytes, self.layer_bytes)
+        """All of it: head and layers take turns, beside what stays."""
+        stays = self.buffers_bytes + self.extras_bytes + self.inputs_bytes
+        return stays + max(self.loss_bytes, self.layer_bytes)
+
+    def describe(self) -> str:
+        """What of it is what, for people."""
+        buffers = f"buffers {format_bytes(self.buffers_bytes)}"
+        if self.inputs_bytes:
+            buffers += f", inputs of all layers {format_bytes(self.inputs_bytes)}"
+        return (
+            f"{buffers}, and beside them {format_bytes(self.loss_bytes)} for the loss or about "
+            f"{format_bytes(self.layer_bytes)} for the largest layer"
+        )
 
 
 def device_peak(case: Case) -> Peak:
@@ -47,6 +59,7 @@ def device_peak(case: Case) -> Peak:
         logits_bytes=logits_bytes(case),
         head_bytes=head_bytes(case),
         layer_bytes=layer_bytes(case),
+        inputs_bytes=inputs_bytes(case),
         extras_bytes=extras_nbytes(case.units, case.plan),
     )
 

@@ -37,12 +37,10 @@ def check_fits(setting: Setting, model: Model) -> Case:
     case = case_of(config, machine, model)
     peak = device_peak(case)
     if machine.gpu_bytes is not None and peak.nbytes > machine.gpu_bytes:
+        inputs = " or tiers.gpu, or leave out tiers.activations" if peak.inputs_bytes else " or tiers.gpu"
         raise BudgetError(
-            f"the GPU needs about {format_bytes(peak.nbytes)} at its peak (buffers of "
-            f"{format_bytes(peak.buffers_bytes)}, beside them {format_bytes(peak.loss_bytes)} for the "
-            f"loss or about {format_bytes(peak.layer_bytes)} for a layer), and it has "
-            f"{format_bytes(machine.gpu_bytes)}; lower train.rows_per_chunk, train.rows_per_step or "
-            "tiers.gpu",
+            f"the GPU needs about {format_bytes(peak.nbytes)} at its peak ({peak.describe()}), and it has "
+            f"{format_bytes(machine.gpu_bytes)}; lower train.rows_per_chunk, train.rows_per_step{inputs}",
             need_bytes=peak.nbytes,
             limit_bytes=machine.gpu_bytes,
         )

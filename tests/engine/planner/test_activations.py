@@ -26,22 +26,26 @@ SEQ_LEN = 256
 SIZES = {"hidden_size": 256, "num_attention_heads": 2, "vocab_size": 512, "eos_token_id": None}
 DENSE = {**SIZES, "num_key_value_heads": 1, "intermediate_size": 2048}
 NARROW = {**DENSE, "intermediate_size": 64, "vocab_size": 8192}
+#: With inputs of 12 MiB, a fifth of what is beside the buffers when the loss is made.
+DEEP = {**NARROW, "num_hidden_layers": 24}
 EXPERTS = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 128}
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes", "train", "stream"),
+    ("shape", "sizes", "train", "stream", "activations"),
     [
-        ("qwen2.5-3b", DENSE, {"rows_per_step": 4}, "experts"),
-        ("qwen2.5-3b", DENSE, {"rows_per_step": 8, "rows_per_chunk": 4}, "experts"),
-        ("qwen2.5-3b", NARROW, {"rows_per_step": 4}, "experts"),
-        ("olmoe-7b", EXPERTS, {"rows_per_step": 4}, "experts"),
-        ("olmoe-7b", EXPERTS, {"rows_per_step": 4}, "layers"),
+        ("qwen2.5-3b", DENSE, {"rows_per_step": 4}, "experts", None),
+        ("qwen2.5-3b", DENSE, {"rows_per_step": 8, "rows_per_chunk": 4}, "experts", None),
+        ("qwen2.5-3b", NARROW, {"rows_per_step": 4}, "experts", None),
+        ("qwen2.5-3b", DEEP, {"rows_per_step": 4, "loss_chunk_tokens": 512}, "experts", "gpu"),
+        ("qwen2.5-3b", {**DENSE, "num_hidden_layers": 16}, {"rows_per_step": 4}, "experts", "gpu"),
+        ("olmoe-7b", EXPERTS, {"rows_per_step": 4}, "experts", None),
+        ("olmoe-7b", EXPERTS, {"rows_per_step": 4}, "layers", None),
     ],
-    ids=["dense", "chunks", "head", "experts", "stacks"],
+    ids=["dense", "chunks", "head", "inputs-head", "inputs-layer", "experts", "stacks"],
 )
 def test_no_less_than_is_used_and_little_more(
-    tmp_path: Path, shape: str, sizes: dict[str, Any], train: dict[str, int], stream: Any
+    tmp_path: Path, shape: str, sizes: dict[str, Any], train: dict[str, int], stream: Any, activations: Any
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(architecture(shape, 2) | sizes))
     config = RunConfig(
@@ -49,7 +53,7 @@ def test_no_less_than_is_used_and_little_more(
         model=ModelConfig(config=str(tmp_path), dtype="bfloat16"),
         data=DataConfig(files=["random tokens"], seq_len=SEQ_LEN),
         moe=MoeConfig(stream=stream),
-        tiers=TiersConfig(dram=ByteSize("512MiB"), backend="posix"),
+        tiers=TiersConfig(dram=ByteSize("512MiB"), backend="posix", activations=activations),
         train=TrainConfig(**train),  # type: ignore[arg-type]
     )
     peak = device_peak(case_of(config, Machine.here(config)))

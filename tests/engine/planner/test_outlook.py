@@ -24,6 +24,7 @@ from tierstream.engine.planner.picture import draw_outlook
 from tierstream.engine.planner.what_if import Setting, changed, what_if
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.io.sizes import format_bytes
 from tierstream.tools.figures import to_png
 
 WORKSTATION = Machine.from_profile(machine_file("workstation"))
@@ -83,6 +84,23 @@ def test_the_numbers_are_those_of_the_run(config: RunConfig) -> None:
     assert sum(outlook.planes["gpu"].values()) == outlook.device.buffers_bytes
     assert sum(outlook.planes["nvme"].values()) == outlook.tiers[-1].used_bytes
     json.dumps(asdict(outlook))
+
+
+def test_inputs_that_stay_on_the_gpu_are_told_beside_the_largest_layer(config: RunConfig) -> None:
+    config = changed(on_gpu(config), {"train.rows_per_chunk": None})
+    stored, stay = (
+        look_ahead(changed(config, {"tiers.activations": where}), WORKSTATION, compare=False).outlook.device
+        for where in ("dram", "gpu")
+    )
+    units = case_of(config, WORKSTATION).units
+    nbytes = len(units.layers) * 2 * config.train.rows_per_step * config.data.seq_len
+    nbytes *= units.anatomy.boundary_width
+    assert (stored.inputs_bytes, stay.inputs_bytes) == (0, nbytes)
+    assert stored.layer_bytes == stay.layer_bytes
+    assert f"inputs of all layers {format_bytes(nbytes)}" in stay.describe()
+    small = replace(WORKSTATION, gpu_bytes=stay.nbytes - 1)
+    with pytest.raises(BudgetError, match=r"inputs of all layers .* or leave out tiers\.activations"):
+        look_ahead(changed(config, {"tiers.activations": "gpu"}), small, compare=False)
 
 
 def test_what_if_changes_what_it_says_and_nothing_else(config: RunConfig) -> None:
