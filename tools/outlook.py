@@ -21,6 +21,8 @@ def print_outlook(console: Console, outlook: Outlook) -> None:
     say(f"Fits on {outlook.machine}: {_room(outlook)}")
     say(f"{count(outlook.parameters)} parameters, {outlook.tokens_per_step:,} tokens per step")
     console.print(_memory(outlook))
+    if local := " and ".join(f"{format_bytes(size)} of {name}" for name, size in outlook.step_local.items()):
+        say(f"each step makes {local}, and uses them up")
     say(_peaks(outlook))
     say(_disk(outlook))
     rows = [

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP
 from tierstream.engine.plan_tiers import extras_nbytes
 from tierstream.engine.planner.activations import head_bytes, inputs_bytes, layer_bytes, logits_bytes
 from tierstream.engine.planner.case import Case
+from tierstream.engine.planner.forecast import Forecast
+from tierstream.engine.trace.trace import Track
 from tierstream.io.sizes import format_bytes
-from tierstream.tiered.layout import ITEM_BYTES, round_up
+from tierstream.tiered.layout import ITEM_BYTES, Layout, round_up
 
 _SUM_BYTES = 4
 
@@ -64,18 +67,32 @@ def device_peak(case: Case) -> Peak:
     )
 
 
-def planes(case: Case) -> dict[str, dict[str, int]]:
-    """Tier -> plane or kind of buffer -> bytes. Durable planes are named where they are at home; those that
-    live within a step, which go to DRAM first, there.
+def planes(case: Case, forecast: Forecast) -> dict[str, dict[str, int]]:
+    """Tier -> plane or kind of buffer -> bytes that are there, in DRAM at most. Durable planes are named
+    where they are at home; others come and go in DRAM, and spill where it is short.
+
+    Args:
+        forecast: of a step in steady state, for what spills.
     """
     memory, layout = case.plan.device, case.layout
     resident = set(memory.resident)
-    home = "dram" if case.config.tiers.nvme_dirs is None else "nvme"
+    on_drives = case.config.tiers.nvme_dirs is not None
+    home = "nvme" if on_drives else "dram"
+    durable, local = (_in_pages(layout, durable=durable) for durable in (True, False))
     found: dict[str, Counter[str]] = {"gpu": Counter(), "dram": Counter(), home: Counter()}
-    for (plane, dtype, numel, durable), count in layout.kinds.items():
-        nbytes = numel * ITEM_BYTES[dtype]
-        whole_pages = round_up(nbytes, min(nbytes, layout.page_bytes))
-        found[home if durable else "dram"][plane] += count * whole_pages
+    found[home].update(durable)
+    if case.plan.dram_bytes < layout.page_total * layout.page_bytes:
+        # Backward makes gradients as it uses up the inputs of layers, and forward the other way round: there
+        # are never more than all of the one or of the other.
+        spilled = _spilled(local, forecast)
+        most = min(case.plan.dram_bytes, max((local[plane] - spilled[plane] for plane in local), default=0))
+        found["dram"][" or ".join(local)] = most
+        found["dram"]["copies of nvme"] = min(case.plan.dram_bytes - most, sum(durable.values()))
+        found[home].update({f"{plane} that spills": nbytes for plane, nbytes in spilled.items()})
+    else:
+        found["dram"].update(local)
+        if on_drives:
+            found["dram"]["copies of nvme"] = sum(durable.values())
     for spec in layout.planes.values() if resident else ():
         if spec.unit in resident:
             found["gpu"][f"{spec.plane} of units that stay"] += spec.nbytes
@@ -87,6 +104,37 @@ def planes(case: Case) -> dict[str, dict[str, int]]:
     found["gpu"]["gradient sum"] += _SUM_BYTES * sum(count * numel for count, numel in memory.sums.values())
     found["gpu"]["pages that pass"] = memory.nbytes - sum(found["gpu"].values())
     return {tier: {kind: n for kind, n in kinds.items() if n} for tier, kinds in found.items()}
+
+
+def step_local(case: Case) -> dict[str, int]:
+    """Plane -> bytes that each step makes and uses up."""
+    return _in_pages(case.layout, durable=False)
+
+
+def _in_pages(layout: Layout, *, durable: bool) -> dict[str, int]:
+    """Plane -> bytes, in whole pages where it has several."""
+    found = Counter[str]()
+    for (plane, dtype, numel, kept), count in layout.kinds.items():
+        if kept == durable:
+            nbytes = numel * ITEM_BYTES[dtype]
+            found[plane] += count * round_up(nbytes, min(nbytes, layout.page_bytes))
+    return dict(found)
+
+
+def _spilled(local: Mapping[str, int], forecast: Forecast) -> dict[str, int]:
+    """What a step writes of these planes: as large a share of all that it writes as in what was simulated."""
+    written = Counter[str]()
+    for span in forecast.spans:
+        if span.track is Track.WRITES and span.page is not None:
+            written[span.page.plane] += span.nbytes
+    scale = forecast.nbytes["nvme write"] / max(1, sum(written.values()))
+    return {plane: min(nbytes, int(scale * written[plane])) for plane, nbytes in local.items()}
+
+
+def arenas(case: Case, *, device_in_host: bool) -> int:
+    """Host memory for pages and for copies of them, and for the buffers of a device that is the CPU."""
+    plan = case.plan
+    return plan.dram_bytes + plan.copy_bytes + (plan.gpu_bytes if device_in_host else 0)
 
 
 def disk(case: Case) -> dict[str, int]:

@@ -25,7 +25,7 @@ from tierstream.engine.planner.coarse import PAGES_COMPARED, grain_for, in_whole
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.known import Model
 from tierstream.engine.planner.machine import Machine
-from tierstream.engine.planner.needs import Peak, device_peak, disk, planes
+from tierstream.engine.planner.needs import Peak, arenas, device_peak, disk, planes, step_local
 from tierstream.engine.planner.remedies import check_fits, with_remedies
 from tierstream.engine.planner.simulate import foresee
 from tierstream.engine.planner.what_if import Setting
@@ -75,7 +75,10 @@ class Outlook:
     tiers: tuple[TierPlan, ...]
     """From the fastest down, as the plan of the run itself has them."""
     planes: Mapping[str, Mapping[str, int]]
-    """Tier -> plane or kind of buffer -> bytes; what is durable is named where it is at home."""
+    """Tier -> plane or kind of buffer -> bytes, of DRAM at most; durable planes are named where they are at
+    home, and of others what spills, as it is foreseen."""
+    step_local: Mapping[str, int]
+    """Plane -> bytes that each step makes and uses up, which are never all there at once."""
     device: Peak
     """Device memory at its peak."""
     device_bytes: int | None
@@ -164,12 +167,11 @@ def look_ahead(
         page_bytes=case.plan.page_bytes,
         dtypes=dtypes_of(case.layout),
         tiers=tier_plans(config, case.units, case.plan),
-        planes=planes(case),
+        planes=planes(case, forecast),
+        step_local=step_local(case),
         device=device_peak(case),
         device_bytes=machine.gpu_bytes,
-        dram_bytes=case.plan.dram_bytes
-        + case.plan.copy_bytes
-        + (case.plan.gpu_bytes if machine.gpu_bytes is None else 0),
+        dram_bytes=arenas(case, device_in_host=machine.gpu_bytes is None),
         host_bytes=machine.host_bytes,
         disk=disk(case),
         bound_s=bound.seconds,

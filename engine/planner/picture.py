@@ -48,7 +48,7 @@ def _draw_tiers(axes: Axes, outlook: Outlook) -> None:
         whole = max(sum(kinds.values()), 1)
         left = 0.0
         for kind, nbytes in kinds.items():
-            axes.barh(row, nbytes / whole, left=left, color=_COLOURS.get(kind.partition(" of")[0], _OTHER))
+            axes.barh(row, nbytes / whole, left=left, color=_colour(kind))
             if nbytes / whole > 0.07:
                 said = f"{kind}\n{format_bytes(nbytes)}"
                 axes.text(left + nbytes / whole / 2, row, said, ha="center", va="center", fontsize=7)
@@ -60,6 +60,12 @@ def _draw_tiers(axes: Axes, outlook: Outlook) -> None:
     speed = f"{outlook.step_s:.4g} s a step, {outlook.tokens_per_s:,.4g} tokens/s, set by {outlook.resource}"
     title = f"{outlook.parameters / 1e9:,.1f} G parameters on {outlook.machine}\n{speed}"
     axes.set_title(title, loc="left", fontsize="medium")
+
+
+def _colour(kind: str) -> str:
+    """Of the plane that it begins with."""
+    planes = (plane for plane in _COLOURS if kind.startswith(plane))
+    return _COLOURS.get(max(planes, key=len, default=""), _OTHER)
 
 
 def _label(outlook: Outlook, tier: str, kinds: Mapping[str, int]) -> str:

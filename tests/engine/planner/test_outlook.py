@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tierstream.engine.planner.needs import planes
 from tierstream.engine.planner.outlook import look_ahead
 from tierstream.engine.planner.picture import draw_outlook
 from tierstream.engine.planner.what_if import Setting, changed, what_if
+from tierstream.engine.trace.trace import Track
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
@@ -82,8 +84,32 @@ def test_the_numbers_are_those_of_the_run(config: RunConfig) -> None:
     assert outlook.device.extras_bytes == report.extras_bytes
     assert outlook.bound_s == pytest.approx(dict(report.bound_s))
     assert sum(outlook.planes["gpu"].values()) == outlook.device.buffers_bytes
-    assert sum(outlook.planes["nvme"].values()) == outlook.tiers[-1].used_bytes
+    durable = [nbytes for plane, nbytes in outlook.planes["nvme"].items() if "spills" not in plane]
+    assert sum(durable) == outlook.tiers[-1].used_bytes
     json.dumps(asdict(outlook))
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
+@pytest.mark.parametrize("nbytes", ["256 KiB", "512 KiB", "1 MiB", "1 GiB"])
+def test_dram_is_told_to_hold_no_more_than_it_has(config: RunConfig, nbytes: str, policy: str) -> None:
+    """What there is no room for is where it spills to, as the step was foreseen."""
+    config = changed(on_gpu(config), {"tiers.dram": ByteSize(nbytes), "tiers.policy": policy})
+    ahead = look_ahead(config, WORKSTATION, compare=False)
+    dram, nvme = (ahead.outlook.planes[tier] for tier in ("dram", "nvme"))
+    case = case_of(config, WORKSTATION)
+    assert 0 < sum(dram.values()) <= case.plan.dram_bytes
+    spilled = Counter[str]()
+    for span in ahead.forecast.spans:
+        if span.track is Track.WRITES and span.page is not None:
+            spilled[f"{span.page.plane} that spills"] += span.nbytes
+    assert {key: nvme[key] for key in nvme if "spills" in key} == {
+        key: spilled[key] for key in spilled if key.partition(" ")[0] in ahead.outlook.step_local
+    }
+    if nbytes == "1 GiB":
+        durable = sum(nvme.values())
+        assert dram == {**ahead.outlook.step_local, "copies of nvme": durable}
+    else:
+        assert dram.keys() <= {"grad or activation", "copies of nvme"}
 
 
 def test_inputs_that_stay_on_the_gpu_are_told_beside_the_largest_layer(config: RunConfig) -> None:
@@ -177,7 +203,7 @@ def test_a_gpu_that_is_too_small_is_told_before_the_run(config: RunConfig) -> No
 def test_planes_of_what_stays_on_the_device_are_counted_there(config: RunConfig) -> None:
     case = case_of(changed(on_gpu(config), {"tiers.gpu": ByteSize("2 MiB")}), WORKSTATION)
     assert case.plan.device.resident
-    found = planes(case)["gpu"]
+    found = planes(case, simulate(case, WORKSTATION, steps=2))["gpu"]
     assert found["exp_avg of units that stay"] > 0
     assert sum(found.values()) == case.plan.gpu_bytes
 
