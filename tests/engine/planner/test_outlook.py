@@ -22,6 +22,7 @@ from tierstream.engine.planner.machines import machine_file, names
 from tierstream.engine.planner.needs import planes
 from tierstream.engine.planner.outlook import look_ahead
 from tierstream.engine.planner.picture import draw_outlook
+from tierstream.engine.planner.simulate import simulate
 from tierstream.engine.planner.what_if import Setting, changed, what_if
 from tierstream.engine.trace.trace import Track
 from tierstream.engine.trainer import Trainer
