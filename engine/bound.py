@@ -79,7 +79,7 @@ def least_traffic(uses: Uses, plan: Plan, layout: Layout) -> tuple[int, int]:
     first, then = list(uses[:turn]), list(uses[turn:])
     if all(intent is not Intent.UPDATE for _, intent in first):
         first, then = then, first  # updates may begin in backward, and are finished at the next turn
-    begins, goes_on = _first(first + then), _first(then)
+    begins, goes_on = _wanted(first + then), _first(then)
     between = {page for page, intent in first if intent is not Intent.UPDATE}.intersection(goes_on)
     needed = (_read(begins), _read({page: goes_on[page] for page in between}))
     made = (_made(first + then), _made(then + first))
@@ -94,6 +94,13 @@ def _in_backward(use: tuple[Page, Intent]) -> bool:
 
 def _first(uses: Uses) -> dict[Page, Intent]:
     return dict(reversed(uses))
+
+
+def _wanted(uses: Uses) -> dict[Page, Intent]:
+    """Their first use; of pages that are updated later that, for it wants content in DRAM whether or not a
+    buffer of the device has it meanwhile.
+    """
+    return _first(uses) | {page: intent for page, intent in uses if intent is Intent.UPDATE}
 
 
 def _read(uses: Mapping[Page, Intent]) -> dict[Page, Intent]:

@@ -47,10 +47,10 @@ def a_step(layout: Layout, *, early: bool) -> tuple[list[Lease], list[Lease]]:
     return forward, [*taken, *read, *summed, *(updates if early else [])]
 
 
-def a_plan(frames: int, sums: int = 0) -> Any:
-    """With buffers for so many pages of gradients on the device."""
+def a_plan(frames: int, sums: int = 0, slots: int = 0) -> Any:
+    """With buffers for so many pages of gradients, and of weights, on the device."""
     device = DeviceMemory(
-        slots={}, sums={"u": (1, sums * PAGE_BYTES)}, group_of={"u": "u"}, resident=(), expert_slots=None,
+        slots={"u": (1, slots * PAGE_BYTES)}, sums={"u": (1, sums * PAGE_BYTES)}, group_of={"u": "u"}, resident=(), expert_slots=None,
         layer_slots=0, nbytes=0,
     )  # fmt: skip
     return SimpleNamespace(dram_bytes=frames * PAGE_BYTES, device=device)
@@ -73,6 +73,17 @@ def test_what_neither_of_two_instants_can_hold() -> None:
     assert pages == {(16, 0): (0, 0), (10, 0): (6, 6), (5, 0): (11 + 2, 11), (10, 2): (4, 5)}
     early = flat(*a_step(layout, early=True))  # 15 at the turn, and the weights when forward begins
     assert least_traffic(early, a_plan(3), layout) == ((12 + 1) * PAGE_BYTES, 12 * PAGE_BYTES)
+
+
+def test_a_slot_for_weights_spares_no_read_for_their_update() -> None:
+    """At the turn two weights lie in a slot: backward does without their pages. An update after it does not."""
+    layout = a_model(4, 3)
+    deferred, early = (flat(*a_step(layout, early=early)) for early in (False, True))
+    assert least_traffic(deferred, a_plan(5, slots=2), layout) == (11 * PAGE_BYTES, 11 * PAGE_BYTES)
+    assert least_traffic(early, a_plan(3, slots=2), layout) == (12 * PAGE_BYTES, 12 * PAGE_BYTES)
+    frozen = [use for use in early if use[1] is not Intent.UPDATE]  # 4 weights, of which 2 have no frame
+    assert least_traffic(frozen, a_plan(2), layout)[0] == (2 + 3 + 2) * PAGE_BYTES
+    assert least_traffic(frozen, a_plan(2, slots=2), layout)[0] == (0 + 3 + 0) * PAGE_BYTES
 
 
 @given(
