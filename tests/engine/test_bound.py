@@ -50,8 +50,8 @@ def a_step(layout: Layout, *, early: bool) -> tuple[list[Lease], list[Lease]]:
 def a_plan(frames: int, sums: int = 0, slots: int = 0) -> Any:
     """With buffers for so many pages of gradients, and of weights, on the device."""
     device = DeviceMemory(
-        slots={"u": (1, slots * PAGE_BYTES)}, sums={"u": (1, sums * PAGE_BYTES)}, group_of={"u": "u"}, resident=(), expert_slots=None,
-        layer_slots=0, nbytes=0,
+        slots={"u": (1, slots * PAGE_BYTES)}, sums={"u": (1, sums * PAGE_BYTES)}, group_of={"u": "u"},
+        resident=(), expert_slots=None, layer_slots=0, nbytes=0,
     )  # fmt: skip
     return SimpleNamespace(dram_bytes=frames * PAGE_BYTES, device=device)
 
@@ -76,7 +76,7 @@ def test_what_neither_of_two_instants_can_hold() -> None:
 
 
 def test_a_slot_for_weights_spares_no_read_for_their_update() -> None:
-    """At the turn two weights lie in a slot: backward does without their pages. An update after it does not."""
+    """At the turn two weights lie in a slot: backward does without their pages, an update does not."""
     layout = a_model(4, 3)
     deferred, early = (flat(*a_step(layout, early=early)) for early in (False, True))
     assert least_traffic(deferred, a_plan(5, slots=2), layout) == (11 * PAGE_BYTES, 11 * PAGE_BYTES)
