@@ -52,14 +52,14 @@ def coarser(case: Case, grain: int) -> Case:
     layout = _layout(case, units, page_bytes)
     # A last page of a plane takes a whole frame, and of large pages more are last ones.
     frames = plan.dram_bytes // plan.page_bytes * layout.page_total // case.layout.page_total
-    ahead = behind = 0
+    ahead = behind = 1
     if frames < _FRAMES_LEAST:
         frames, ahead, behind = _FRAMES_LEAST, _AHEAD, _BEHIND
     plan = replace(
         plan,
         page_bytes=page_bytes,
         dram_bytes=frames * page_bytes,
-        prefetch_bytes=max(plan.prefetch_bytes, ahead * page_bytes),
+        prefetch_bytes=max(plan.prefetch_bytes, ahead * page_bytes) if plan.prefetch_bytes else 0,
         writeback_bytes=max(plan.writeback_bytes, behind * page_bytes),
         device=_device(plan.device, grain),
     )

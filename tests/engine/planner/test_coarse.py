@@ -110,6 +110,10 @@ def test_dram_holds_the_same_share_of_the_pages_but_never_too_few(tmp_path: Path
     fewest = coarser(case, 128).plan
     assert fewest.dram_bytes == 32 * fewest.page_bytes
     assert fewest.prefetch_bytes == 8 * fewest.page_bytes
+    off = replace(case, plan=replace(case.plan, prefetch_bytes=0))
+    assert coarser(off, 128).plan.prefetch_bytes == 0
+    little = replace(case, plan=replace(case.plan, prefetch_bytes=case.plan.page_bytes))
+    assert coarser(little, 3).plan.prefetch_bytes == 3 * case.plan.page_bytes
     assert coarser(case, 1) is case
 
 
