@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -37,8 +36,16 @@ _FIGURES = {
     "host": {"bytes", "cores", "copy", "page_s", "wake_s"},
     "device": {"bytes", "memory", "launch_s"},
 }
-#: Figures that are counted; of the others, those in seconds end in "_s", and the rest are rates.
-_COUNTS = {"bytes", "cores", "threads", "task_bytes", "queue_depth"}
+#: Figures that are counted, and what is plausible of them.
+_COUNTS = {
+    "bytes": (1 << 20, 1 << 50), "cores": (1, 1 << 16), "threads": (1, THREADS_MAX),
+    "task_bytes": (512, 1 << 40), "queue_depth": (1, 1 << 20),
+}  # fmt: skip
+#: What is plausible of seconds, whose keys end in "_s", and of rates: those of compute and update, and bytes.
+#: Times are simulated, which takes for ever, or gives nonsense, where they lie too far apart.
+_SECONDS = (1e-9, 1.0)
+_RATES = {"compute": (1e6, 1e18, "FLOP"), "update": (1e3, 1e14, "parameters")}
+_BYTE_RATES = (1e3, 1e14, "bytes")
 _Section = TypeVar("_Section")
 
 
@@ -217,8 +224,6 @@ def _drive(
 def _drive_of(where: str, plain: object) -> DriveProfile:
     drive = _object(where, plain)
     tuning = _section(Tuning, f"{where}.tuning.", _object(f"{where}.tuning", drive.get("tuning")))
-    if tuning.threads > THREADS_MAX:
-        raise ValueError(f"{where}.tuning.threads is {tuning.threads}, more than {THREADS_MAX}")
     return _section(DriveProfile, f"{where}.", {**drive, "tuning": tuning})
 
 
@@ -249,15 +254,22 @@ def _check_figures(section: str, plain: Mapping[str, Any]) -> None:
 
 
 def _check_figure(prefix: str, key: str, value: object) -> None:
-    """Raises ValueError. What is less than one each second was not measured, and times would overflow."""
+    """Raises ValueError: it is no number, or none that a machine has."""
     said = f"{prefix}{key} is {value!r}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{said}, not a finite positive number")
+    least: float
     if key in _COUNTS:
-        if not isinstance(value, int):
+        (least, most), unit = _COUNTS[key], ""
+        if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{said}, not a whole number")
-    elif not key.endswith("_s") and value < 1:
-        raise ValueError(f"{said}, a rate of less than 1 per second")
+    elif key.endswith("_s"):
+        (least, most), unit = _SECONDS, " seconds"
+    else:
+        least, most, unit = _RATES.get(prefix.removesuffix("."), _BYTE_RATES)
+        unit = f" {unit} per second"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{said}, not a number")
+    if not least <= value <= most:
+        raise ValueError(f"{said}; plausible are {least:.12g} to {most:.12g}{unit}")
 
 
 def _object(where: str, plain: object) -> Mapping[str, Any]:

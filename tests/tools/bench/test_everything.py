@@ -19,7 +19,7 @@ from tierstream.io import probes, seam
 from tierstream.io.drive_rates import Tuning
 from tierstream.io.profile import MachineProfile, drive_identity
 
-PROCESSORS = {"update_rate": 12.0, "matmul_rate": 11.0}
+PROCESSORS = {"update_rate": 12e6, "matmul_rate": 11e6}
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def test_processors_alone_leave_the_drives_as_they_were(
     assert status == 0
     after = MachineProfile.load(file)
     assert after.drives == before.drives
-    assert set(after.update.values()) == {12.0 * int(threads) for threads in after.update}
-    assert set(after.compute.values()) == {11.0}
+    assert set(after.update.values()) == {12e6 * int(threads) for threads in after.update}
+    assert set(after.compute.values()) == {11e6}
     assert "AdamW, 1 threads" in out
     assert "Python for a page" in out
     machine = Machine.from_profile(file)
