@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tierstream.engine.byte_size import ByteSize
-from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.io.errors import BudgetError
 from tierstream.io.sizes import format_bytes
 from tierstream.tiered.layout import ITEM_BYTES, PAGE_ALIGN_BYTES, Layout, round_up
 
@@ -37,7 +37,7 @@ def paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes
     """The planes of a layout, in pages of the size that is best.
 
     Raises:
-        BudgetError, ConfigError: so small a DRAM tier, or `tiers.page`, makes more pages than a run can keep
+        BudgetError: so small a DRAM tier, or `tiers.page`, makes more pages than a run can keep
             account of.
     """
     pieces = [unit for experts in units.experts for unit in experts] or units.layers
@@ -58,14 +58,21 @@ def paged(units: ModelUnits, layout: Layout, tiers: TiersConfig, available_bytes
         f"of {format_bytes(found.page_bytes)}, more than the {PAGES_MAX:,} that a run keeps account of"
     )
     if tiers.page is not None:
-        raise ConfigError(f"tiers.page is {format_bytes(tiers.page)}: {many}; raise it, or leave it out")
+        page = int(tiers.page)
+        while page < held_bytes and in_pages(replace(tiers, page=ByteSize(page))).page_total > PAGES_MAX:
+            page *= 2
+        remedy = f"raise it to {ByteSize(page)}, or leave it out"
+        raise BudgetError(
+            f"tiers.page is {format_bytes(tiers.page)}: {many}; {remedy}",
+            need_bytes=page, key="tiers.page",
+        )  # fmt: skip
     wanted = dram = int(AUTO_DRAM_SHARE * available_bytes if tiers.dram is None else tiers.dram)
     while wanted < held_bytes:
         wanted = max(1, 2 * wanted)
         if in_pages(replace(tiers, dram=ByteSize(wanted))).page_total <= PAGES_MAX:
             raise BudgetError(
                 f"the DRAM tier has {format_bytes(dram)}: {many}; raise tiers.dram to {ByteSize(wanted)}",
-                need_bytes=wanted, limit_bytes=dram,
+                need_bytes=wanted, limit_bytes=dram, key="tiers.dram",
             )  # fmt: skip
     raise BudgetError(f"{many}; lower train.rows_per_step or data.seq_len")
 

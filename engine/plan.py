@@ -32,6 +32,7 @@ STATE_FOLDER = "tierstream-state"
 _FRAMES_MIN = 24
 #: Share of what is then still free for copies of pages that change while a checkpoint is written.
 _AUTO_COPY_SHARE = 0.25
+_LEAST_OF = "least of machine and cgroup limits, minus use"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -189,34 +190,47 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
     Args:
         free: bytes of host memory that may still be used, less the buffers of a device that is the CPU.
     """
-    page = layout.page_bytes
+    page, free = layout.page_bytes, max(free, 0)
     or_page = "" if config.page is None else f", or lower tiers.page ({format_bytes(page)})"
     everything = layout.page_total * page
     if config.dram is None:
         budget = everything if everything <= AUTO_DRAM_SHARE * free else int(AUTO_DRAM_SHARE * free)
     else:
         budget = int(config.dram)
-        if budget > free and min(budget, everything) > free:
-            raise BudgetError(
-                f"tiers.dram is {format_bytes(budget)}, but only {format_bytes(max(free, 0))} of host memory "
-                f"are free (least of machine and cgroup limits, minus use); lower tiers.dram{or_page}",
-                need_bytes=min(budget, everything), limit_bytes=max(free, 0),
-            )  # fmt: skip
-    if config.nvme_dirs is None and budget < everything:
+    if config.nvme_dirs is None and min(budget, free) < everything:
+        raise _without_drives(config, everything, budget, free, or_page)
+    if min(budget, everything) > free:
+        taken = "" if budget <= everything else f", of which the state takes {format_bytes(everything)}"
         raise BudgetError(
-            f"the state needs {format_bytes(everything)} and "
-            f"{'host memory' if config.dram is None else 'tiers.dram'} holds {format_bytes(max(budget, 0))}; "
-            f"name drives in tiers.nvme_dirs, or raise tiers.dram{or_page}",
-            need_bytes=everything, limit_bytes=max(budget, 0),
+            f"tiers.dram is {format_bytes(budget)}{taken}, but only {format_bytes(free)} of host memory are "
+            f"free ({_LEAST_OF}); lower tiers.dram{or_page}",
+            need_bytes=min(budget, everything), limit_bytes=free,
         )  # fmt: skip
     pages, least = min(budget, everything) // page, _FRAMES_MIN * page
     if config.nvme_dirs is not None and pages * page < min(least, everything):
         raise BudgetError(
             f"tiers.dram is {format_bytes(config.dram or budget)}: {pages} pages of {format_bytes(page)}, "
             f"and at least {_FRAMES_MIN} are needed; raise tiers.dram to {ByteSize(least)}{or_page}",
-            need_bytes=least, limit_bytes=pages * page,
+            need_bytes=least, limit_bytes=pages * page, key="tiers.dram",
         )  # fmt: skip
     return pages * page
+
+
+def _without_drives(
+    config: TiersConfig, everything: int, budget: int, free: int, or_page: str
+) -> BudgetError:
+    """What to say where DRAM must hold everything and cannot. `budget`: of DRAM, else as in `size_dram`."""
+    given = "host memory" if config.dram is None else "tiers.dram"
+    holds = f"{given} holds {format_bytes(budget)}"
+    if budget > free:
+        holds = f"only {format_bytes(free)} of host memory are free ({_LEAST_OF})"
+    lower = " and lower tiers.dram" if budget > free else ""
+    or_raise = ", or raise tiers.dram" if everything <= free else ""
+    return BudgetError(
+        f"the state needs {format_bytes(everything)} where no drive holds it, and {holds}; put it on drives "
+        f"in tiers.nvme_dirs{lower}{or_raise}{or_page}",
+        need_bytes=everything, limit_bytes=min(budget, free), key="tiers.dram",
+    )  # fmt: skip
 
 
 def size_copies(wanted: int | None, config: TiersConfig, layout: Layout, spare_bytes: int) -> int:

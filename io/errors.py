@@ -30,12 +30,18 @@ class BudgetError(TierstreamError):
     Args:
         message: the text, which a number of missing bytes follows.
         need_bytes, limit_bytes: what must be in the tier, and what it may hold; None: not known.
+        key: of the setting that must be `need_bytes` at least; None: that would not do, or is not known.
     """
 
     def __init__(
-        self, message: str, *, need_bytes: int | None = None, limit_bytes: int | None = None
+        self,
+        message: str,
+        *,
+        need_bytes: int | None = None,
+        limit_bytes: int | None = None,
+        key: str | None = None,
     ) -> None:
-        self.need_bytes, self.limit_bytes = need_bytes, limit_bytes
+        self.need_bytes, self.limit_bytes, self.key = need_bytes, limit_bytes, key
         if need_bytes is not None and limit_bytes is not None:
             message += f" ({need_bytes - limit_bytes:,} bytes are missing)"
         super().__init__(message)

@@ -87,8 +87,9 @@ def divide(
     if stay is not None and (memory := division.least(order[:stay])).nbytes > budget:
         raise BudgetError(
             f"tiers.resident is {stay}, which takes {format_bytes(memory.nbytes)} of the device, and "
-            f"tiers.gpu is {format_bytes(budget)}; lower tiers.resident, or raise tiers.gpu"
-        )
+            f"tiers.gpu is {format_bytes(budget)}; lower tiers.resident, or raise tiers.gpu",
+            need_bytes=memory.nbytes, limit_bytes=budget, key="tiers.gpu",
+        )  # fmt: skip
     # Not always less with fewer that stay: with all of them no page passes through, and no slot is shared.
     counts = range(len(order), -1, -1) if stay is None else [min(stay, len(order))]
     *most_first, least = (division.least(order[:count]) for count in counts)
@@ -102,7 +103,7 @@ def divide(
             "activations and pages that pass through "
             f"({format_bytes(rest)}) need {format_bytes(least.nbytes)}; raise tiers.gpu, or lower "
             f"train.rows_per_step{'' if least.expert_slots is None else ' or moe.gpu_cache'}",
-            need_bytes=least.nbytes, limit_bytes=budget,
+            need_bytes=least.nbytes, limit_bytes=budget, key="tiers.gpu",
         )  # fmt: skip
     streamed = len(units.layers) - sum(name in best.resident for name in division.layer_names)
     if LAYER_GROUP in best.slots:

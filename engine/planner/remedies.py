@@ -51,9 +51,11 @@ def _check_machine(setting: Setting) -> None:
     config, machine = setting.config, setting.machine
     wanted = len(config.tiers.nvme_dirs or [])
     if wanted > len(machine.drives):
+        more = f"name as many, or ask --what-if drives={wanted}"
+        none = "leave it out, or use the profile of a machine with drives"
         raise ConfigError(
             f"tiers.nvme_dirs names {wanted} drives, and the machine to plan for ({machine.name}) has "
-            f"{len(machine.drives)}; name as many, or ask --what-if drives={wanted}"
+            f"{len(machine.drives)}; {more if machine.drives else none}"
         )
     if config.train.device == "cpu" and machine.gpu_bytes is not None:
         raise ConfigError(
@@ -97,14 +99,15 @@ Candidates: TypeAlias = Iterable[tuple[str, Setting]]
 
 def _kinds(error: BudgetError, setting: Setting, model: Model) -> Iterator[Candidates]:
     """The cheapest first: budgets and what else changes no bit, then what changes the run, then hardware."""
-    config, host_bytes = setting.config, setting.machine.host_bytes
-    tiers, need_bytes = config.tiers, error.need_bytes or 0
+    config, tiers = setting.config, setting.config.tiers
 
     def one(key: str, value: object) -> Candidates:
         yield f"{key}: {'null' if value is None else value}", setting.with_config({key: value})
 
-    if tiers.dram is not None and tiers.dram < need_bytes <= host_bytes:
-        yield one("tiers.dram", ByteSize(min(host_bytes, -(-need_bytes // _MIB) * _MIB)))
+    if error.key is not None and error.need_bytes is not None:
+        least, host_bytes = round_up(error.need_bytes, _MIB), setting.machine.host_bytes
+        sizes = {"tiers.page": error.need_bytes, "tiers.dram": min(least, host_bytes)}
+        yield one(error.key, ByteSize(sizes.get(error.key, least)))
     for key, current in (
         ("tiers.resident", tiers.resident), ("tiers.page", tiers.page), ("tiers.gpu", tiers.gpu),
         ("moe.gpu_cache", config.moe.gpu_cache), ("tiers.dram", tiers.dram),
@@ -112,6 +115,9 @@ def _kinds(error: BudgetError, setting: Setting, model: Model) -> Iterator[Candi
     ):  # fmt: skip
         if current is not None:
             yield one(key, None)
+    if tiers.resident is not None and tiers.gpu is not None:
+        nothing = {"tiers.resident": None, "tiers.gpu": None}
+        yield [("tiers.resident: null, and tiers.gpu: null", setting.with_config(nothing))]
     yield _fewer_experts(setting, model[0])
     if tiers.activations == "gpu":
         yield one("tiers.activations", "dram")
@@ -153,10 +159,16 @@ def _fewer_rows(setting: Setting) -> Candidates:
 
 
 def _drive(setting: Setting) -> Candidates:
-    if setting.config.tiers.nvme_dirs is None:
-        drives = setting.machine.drives or (DriveRates.unknown("a directory on a drive"),)
-        machine = replace(setting.machine, drives=drives)
-        yield f"tiers.nvme_dirs: [{drives[0].directory}]", replace(setting, machine=machine).with_drives(1)
+    """One that the machine has, or one beside; then with a budget of DRAM that is no longer too large."""
+    if setting.config.tiers.nvme_dirs is not None:
+        return
+    drives = setting.machine.drives
+    what = f"tiers.nvme_dirs: [{drives[0].directory}]" if drives else "a drive, named in tiers.nvme_dirs"
+    machine = replace(setting.machine, drives=drives or (DriveRates.unknown("a directory on a drive"),))
+    with_one = replace(setting, machine=machine).with_drives(1)
+    yield what, with_one
+    if setting.config.tiers.dram is not None:
+        yield f"{what}, and tiers.dram: null", with_one.with_config({"tiers.dram": None})
 
 
 def _more_dram(setting: Setting) -> Candidates:

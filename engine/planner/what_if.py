@@ -8,6 +8,7 @@ from typing import Any
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
+from tierstream.engine.plan import ThrottleConfig
 from tierstream.engine.planner.machine import Machine
 from tierstream.io.errors import ConfigError
 
@@ -63,8 +64,11 @@ class Setting:
             self.machine.rates, nvme_read=None, nvme_write=None, nvme_read_mixed=None, nvme_write_mixed=None
         )
         machine = replace(self.machine, drives=(*drives, *more)[:count], rates=rates)
+        if not count:
+            without = {"tiers.throttle": ThrottleConfig(), "tiers.require_path": None}
+            return Setting(changed(self.config, {**without, "tiers.nvme_dirs": None}), machine)
         names = [drive.directory for drive in machine.drives]
-        return Setting(changed(self.config, {"tiers.nvme_dirs": names or None}), machine)
+        return Setting(changed(self.config, {"tiers.nvme_dirs": names}), machine)
 
     def with_cores(self, count: int) -> Setting:
         """So many cores; the update goes as much faster or slower."""

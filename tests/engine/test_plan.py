@@ -20,7 +20,7 @@ from tierstream.engine.page_size import choose_page_bytes, fit_small_planes, pag
 from tierstream.engine.plan import Plan, TiersConfig, size_copies, size_dram
 from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
-from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.io.errors import BudgetError
 from tierstream.tiered.layout import PAGE_ALIGN_BYTES, Layout
 
 PAGE_BYTES = 1 << 20
@@ -75,9 +75,12 @@ def test_more_pages_than_a_run_can_keep_account_of_are_refused(monkeypatch: pyte
     assert pages(dram=str(caught.value.need_bytes)) <= 120
     with pytest.raises(BudgetError):
         pages(dram=str(caught.value.need_bytes // 2))
-    with pytest.raises(ConfigError, match=r"^tiers.page is 4.00 KiB: .* raise it, or leave it out$"):
+    said = r"^tiers.page is 4.00 KiB: .* raise it to .*, or leave it out$"
+    with pytest.raises(BudgetError, match=said) as caught:
         pages(page="4KiB", dram="100kB")
-    assert pages(page="64KiB", dram="100kB") <= 120
+    assert pages(page=str(caught.value.need_bytes), dram="100kB") <= 120
+    with pytest.raises(BudgetError):
+        pages(page=str(caught.value.need_bytes // 2), dram="100kB")
 
 
 @pytest.mark.parametrize("page", [None, ByteSize(PAGE_BYTES)])

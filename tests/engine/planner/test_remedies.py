@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 from support.runs import make_run
 
+from tierstream.engine import page_size
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
+from tierstream.engine.planner.case import case_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.machines import machine_file
 from tierstream.engine.planner.outlook import look_ahead
 from tierstream.engine.planner.what_if import Setting, changed, what_if
-from tierstream.io.errors import BudgetError
+from tierstream.io.errors import BudgetError, ConfigError
+from tierstream.io.sizes import format_bytes
 from tierstream.io.throttle import Limits
 
 SERVER = Machine.from_profile(machine_file("server"))
@@ -44,10 +47,15 @@ def done(remedy: str, config: RunConfig, machine: Machine) -> tuple[RunConfig, M
         machine = replace(machine, gpu_bytes=int(ByteSize(found[1])))
     if found := re.search(r"([\d.]+ \w+) of host memory", remedy):
         machine = replace(machine, host_bytes=int(ByteSize(found[1])))
-    if found := re.search(r"([\w.]+\.\w+): (.+)$", remedy):
-        values: dict[str, Any] = {"null": None, "bfloat16": "bfloat16", "dram": "dram"}
-        value = values[found[2]] if found[2] in values else ByteSize(found[2])
-        config = changed(config, {found[1]: int(found[2]) if "rows" in found[1] else value})
+    if remedy.startswith("a drive, named"):
+        machine = replace(machine, drives=SERVER.drives[:1])
+        config = changed(config, {"tiers.nvme_dirs": ["/mnt/nvme0"]})
+    for key, text in re.findall(r"([\w.]+\.\w+): (.+?)(?:, and |$)", remedy):
+        values: dict[str, Any] = {
+            "null": None, "bfloat16": "bfloat16", "dram": "dram", "[/mnt/nvme0]": ["/mnt/nvme0"]
+        }  # fmt: skip
+        value = values[text] if text in values else ByteSize(text)
+        config = changed(config, {key: int(text) if "rows" in key else value})
     return config, machine
 
 
@@ -57,7 +65,10 @@ def done(remedy: str, config: RunConfig, machine: Machine) -> tuple[RunConfig, M
         ({"tiers.dram": ByteSize("64 KiB")}, 64 * MIB, 1 << 34),
         ({"tiers.gpu": ByteSize("64 KiB")}, 1 << 34, 2 << 30),
         ({"tiers.gpu": ByteSize("500 KiB"), "tiers.resident": 2}, 1 << 34, 2 << 30),
+        ({"tiers.gpu": ByteSize("64 KiB"), "tiers.resident": 2}, 1 << 34, 2 << 30),
         ({"tiers.page": ByteSize("1 GiB")}, 1 << 34, 1 << 34),
+        ({"tiers.dram": ByteSize("1 TiB")}, 1 << 20, 1 << 34),
+        ({"tiers.dram": ByteSize("1 TiB"), "tiers.nvme_dirs": ["/mnt/nvme0"]}, 1 << 20, 1 << 34),
     ],
 )
 def test_every_remedy_does_when_it_is_done(
@@ -70,6 +81,72 @@ def test_every_remedy_does_when_it_is_done(
         assert look_ahead(*done(remedy, config, machine), compare=False), remedy
 
 
+def test_a_budget_of_the_gpu_that_is_too_small_is_answered_with_the_least(
+    config: RunConfig,
+) -> None:
+    config = changed(config, {"tiers.gpu": ByteSize("64 KiB")})
+    key, value = remedies(config, SERVER)[0].split(": ")
+    assert key == "tiers.gpu"
+    assert look_ahead(changed(config, {key: ByteSize(value)}), SERVER, compare=False)
+    with pytest.raises(BudgetError):
+        look_ahead(changed(config, {key: ByteSize(ByteSize(value) - MIB)}), SERVER)
+
+
+def test_pages_that_are_too_small_are_answered_with_the_least_that_do(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_size, "PAGES_MAX", 100)
+    config = changed(config, {"tiers.page": ByteSize(4096)})
+    first, second = remedies(config, SERVER)
+    assert (first, second) == ("tiers.page: 16 KiB", "tiers.page: null")
+    for remedy in (first, second):
+        assert look_ahead(*done(remedy, config, SERVER), compare=False)
+    said = r"^tiers\.page is 8\.00 KiB: .* raise it to 16 KiB, or leave it out"
+    with pytest.raises(BudgetError, match=said):
+        look_ahead(changed(config, {"tiers.page": ByteSize("8 KiB")}), SERVER)
+
+
+@pytest.mark.parametrize(
+    ("drives", "said"),
+    [
+        (None, "only 1.00 MiB of host memory are free (least of machine and cgroup limits, minus use); put "
+         "it on drives in tiers.nvme_dirs and lower tiers.dram"),
+        (["/mnt/nvme0"], "tiers.dram is 1.00 TiB, of which the state takes {needs}, but only 1.00 MiB of "
+         "host memory are free (least of machine and cgroup limits, minus use); lower tiers.dram"),
+    ],
+)  # fmt: skip
+def test_a_budget_larger_than_the_machine_is_told_with_what_is_taken_of_it(
+    config: RunConfig, drives: list[str] | None, said: str
+) -> None:
+    """What is missing is missing to that."""
+    config = changed(config, {"tiers.dram": ByteSize("1 TiB"), "tiers.nvme_dirs": drives})
+    config = changed(config, {"tiers.page": None})
+    layout = case_of(config, SERVER).layout
+    needs = layout.page_total * layout.page_bytes
+    with pytest.raises(BudgetError) as caught:
+        look_ahead(config, replace(SERVER, host_bytes=MIB))
+    first, *_ = str(caught.value).splitlines()
+    said = said.format(needs=format_bytes(needs))
+    assert first.endswith(f"{said} ({needs - MIB:,} bytes are missing)")
+    assert drives or first.startswith(f"the state needs {format_bytes(needs)} where no drive holds it, and ")
+
+
+def test_without_its_drives_a_run_is_not_told_to_name_them(config: RunConfig) -> None:
+    """Nor of settings for drives."""
+    config = changed(
+        config,
+        {"tiers.nvme_dirs": ["/mnt/nvme0"], "tiers.dram": ByteSize("512 KiB"),
+         "tiers.throttle.read": ByteSize("1 GB"), "tiers.require_path": "posix-direct"},
+    )  # fmt: skip
+    setting = what_if(Setting(config, SERVER), "drives=0")
+    *_, drive = remedies(setting.config, setting.machine)
+    assert drive == "a drive, named in tiers.nvme_dirs"
+    for remedy in remedies(setting.config, setting.machine):
+        assert look_ahead(*done(remedy, setting.config, setting.machine), compare=False)
+    with pytest.raises(ConfigError, match="has 0; leave it out, or use the profile of a machine with drives"):
+        look_ahead(config, setting.machine)
+
+
 def test_the_setting_that_is_wrong_is_the_first_remedy(config: RunConfig) -> None:
     small = replace(SERVER, gpu_bytes=1 << 30)
     assert remedies(changed(config, {"tiers.page": ByteSize("1 TiB")}), small)[0] == "tiers.page: null"
@@ -78,9 +155,7 @@ def test_the_setting_that_is_wrong_is_the_first_remedy(config: RunConfig) -> Non
 def test_drives_that_are_thought_of_bound_the_step_as_those_that_are_there(config: RunConfig) -> None:
     """Where the run's own drives were measured together, a second one halves what they take."""
     config = changed(config, {"tiers.nvme_dirs": ["/mnt/nvme0"], "tiers.dram": ByteSize("512 KiB")})
-    rates = replace(
-        SERVER.rates, nvme_read=1e6, nvme_write=1e6, nvme_read_mixed=5e5, nvme_write_mixed=5e5
-    )
+    rates = replace(SERVER.rates, nvme_read=1e6, nvme_write=1e6, nvme_read_mixed=5e5, nvme_write_mixed=5e5)
     slow = tuple(
         replace(drive, read=1e6, write=1e6, read_mixed=5e5, write_mixed=5e5) for drive in SERVER.drives[:1]
     )

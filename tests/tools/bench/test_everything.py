@@ -28,7 +28,7 @@ def known_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam_rates, "update_rate", lambda threads: PROCESSORS["update_rate"] * threads)
     monkeypatch.setattr(compute_rates, "matmul_rate", lambda device, dtype: PROCESSORS["matmul_rate"])
     monkeypatch.setattr(
-        copy_rates, "quick_rates", lambda device: {"upload": 13.0, "download": 13.0, "both": 13.0}
+        copy_rates, "quick_rates", lambda device: {"upload": 13e9, "download": 13e9, "both": 13e9}
     )
     host = {"bytes": 1 << 33, "cores": 2, "copy": 5e9, "page_s": 5e-5, "wake_s": 2e-5}
     own = {"bytes": 1 << 33, "memory": 1e10, "launch_s": 1e-5}
