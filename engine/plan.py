@@ -32,7 +32,6 @@ STATE_FOLDER = "tierstream-state"
 _FRAMES_MIN = 24
 #: Share of what is then still free for copies of pages that change while a checkpoint is written.
 _AUTO_COPY_SHARE = 0.25
-_LEAST_OF = "least of machine and cgroup limits, minus use"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,7 +202,7 @@ def size_dram(config: TiersConfig, layout: Layout, free: int) -> int:
         taken = "" if budget <= everything else f", of which the state takes {format_bytes(everything)}"
         raise BudgetError(
             f"tiers.dram is {format_bytes(budget)}{taken}, but only {format_bytes(free)} of host memory are "
-            f"free ({_LEAST_OF}); lower tiers.dram{or_page}",
+            f"free (least of machine and cgroup limits, minus use); lower tiers.dram{or_page}",
             need_bytes=min(budget, everything), limit_bytes=free,
         )  # fmt: skip
     pages, least = min(budget, everything) // page, _FRAMES_MIN * page
@@ -223,7 +222,8 @@ def _without_drives(
     given = "host memory" if config.dram is None else "tiers.dram"
     holds = f"{given} holds {format_bytes(budget)}"
     if budget > free:
-        holds = f"only {format_bytes(free)} of host memory are free ({_LEAST_OF})"
+        memory = f"{format_bytes(free)} of host memory are free"
+        holds = f"only {memory} (least of machine and cgroup limits, minus use)"
     lower = " and lower tiers.dram" if budget > free else ""
     or_raise = ", or raise tiers.dram" if everything <= free else ""
     return BudgetError(

@@ -257,6 +257,7 @@ def _check_figure(prefix: str, key: str, value: object) -> None:
     """Raises ValueError: it is no number, or none that a machine has."""
     said = f"{prefix}{key} is {value!r}"
     least: float
+    most: float
     if key in _COUNTS:
         (least, most), unit = _COUNTS[key], ""
         if not isinstance(value, int) or isinstance(value, bool):
