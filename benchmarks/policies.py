@@ -108,7 +108,7 @@ def record(run: Run, share: float, steps: int, drive: str) -> Record:
         )
         config.tiers.dram = ByteSize(int(share * state_bytes(replace(config, tiers=tiers), stack)))
         batches = [random_batch(VOCABULARY, run.rows, SEQ_LEN, "cpu", seed) for seed in range(steps)]
-        known = [KnownDrive(state, "0:0", DEFAULT_TUNING, None, 1.0)]
+        known = [KnownDrive(state, DEFAULT_TUNING, None, None, 1.0)]
         stack.enter_context(mock.patch.object(assemble, "Store", RecordingStore))
         bench = stack.enter_context(TieredBench(config, [Setting(clip_norm=1.0)], known, batches[0]))
         store, (case,) = bench.store, bench.cases

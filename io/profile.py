@@ -21,6 +21,7 @@ from tierstream.io.durable import write_file
 from tierstream.io.errors import ConfigError, storage_errors
 from tierstream.io.measure import measure
 from tierstream.io.scratch import ScratchFolder
+from tierstream.io.throttle import Limits
 
 FORMAT = 2
 THREADS_MAX = 1024
@@ -71,6 +72,38 @@ class DriveProfile:
     read: float
     write: float
     mixed: float
+
+    def within(self, limits: Limits | None, users: int = 1) -> Throughput:
+        """What one of the `users` directories of a drive gives, each as a drive of its own within the limits.
+        Both directions share evenly what they may have together; what one cannot take goes to the other.
+        """
+        limits = limits or Limits()
+        read = min(self.read / users, limits.read, limits.total)
+        write = min(self.write / users, limits.write, limits.total)
+        both = min(self.mixed / users, limits.total)
+        read_mixed = min(read, max(both / 2, both - write))
+        write_mixed = min(write, both - read_mixed)
+        return Throughput(read=read, write=write, read_mixed=read_mixed, write_mixed=write_mixed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """What a drive gives to one who keeps it busy. Bytes per second.
+
+    Attributes:
+        read, write: alone.
+        read_mixed, write_mixed: while the other is busy as well.
+    """
+
+    read: float
+    write: float
+    read_mixed: float
+    write_mixed: float
+
+    @property
+    def mixed(self) -> float:
+        """Both at once, half the bytes each; counts both."""
+        return 2 * min(self.read_mixed, self.write_mixed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
 import torch
@@ -18,7 +18,14 @@ from tierstream.engine.plan import TiersConfig
 from tierstream.io import probes
 from tierstream.io.backend import DEFAULT_QUEUE_DEPTH, DEFAULT_TASK_BYTES, DEFAULT_THREADS, resolve_backend
 from tierstream.io.drive_rates import Tuning
-from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity, measure_drive, measure_long
+from tierstream.io.profile import (
+    DriveProfile,
+    MachineProfile,
+    Throughput,
+    drive_identity,
+    measure_drive,
+    measure_long,
+)
 from tierstream.io.throttle import Limits
 
 DEFAULT_TUNING = Tuning(
@@ -33,15 +40,15 @@ class KnownDrive:
     """One of `tiers.nvme_dirs`: how it is worked on, and what it gives.
 
     Attributes:
-        rates: None where it could not be measured.
+        measured: its drive; None where that could not be.
+        rates: what of it this directory gets, within the limits of the run; None likewise.
         weight: share of the traffic that it should carry, relative to the others.
-        device: number of its block device; of a throttled drive, which is one of its own, the directory.
     """
 
     directory: str
-    device: str
     tuning: Tuning
-    rates: DriveProfile | None
+    measured: DriveProfile | None
+    rates: Throughput | None
     weight: float
 
 
@@ -84,10 +91,10 @@ def known_drives(tiers: TiersConfig, profile: MachineProfile) -> list[KnownDrive
         profile = MachineProfile()
     fallback = _tuning(tiers, DEFAULT_TUNING)
 
-    def rates_of(directory: str) -> DriveProfile | None:
+    def measured_of(directory: str) -> DriveProfile | None:
         return profile.drive_for(directory, backend) or measure_drive(directory, backend, fallback)
 
-    return _drives(tiers, rates_of)
+    return _drives(tiers, measured_of)
 
 
 def drives_now(tiers: TiersConfig, known: Sequence[KnownDrive]) -> list[KnownDrive]:
@@ -96,50 +103,41 @@ def drives_now(tiers: TiersConfig, known: Sequence[KnownDrive]) -> list[KnownDri
     Raises:
         StorageError: a drive fails.
     """
-    before = {drive.directory: drive.rates for drive in known}
+    before = {drive.directory: drive.measured for drive in known}
 
-    def rates_of(directory: str) -> DriveProfile | None:
-        rates = before[directory]
-        return None if rates is None else measure_long(rates, directory, _LONG_S)
+    def measured_of(directory: str) -> DriveProfile | None:
+        measured = before[directory]
+        return None if measured is None else measure_long(measured, directory, _LONG_S)
 
-    return _drives(tiers, rates_of)
+    return _drives(tiers, measured_of)
 
 
-def _drives(tiers: TiersConfig, rates_of: Callable[[str], DriveProfile | None]) -> list[KnownDrive]:
-    """`rates_of` is asked for one directory of each drive."""
+def _drives(tiers: TiersConfig, measured_of: Callable[[str], DriveProfile | None]) -> list[KnownDrive]:
+    """`measured_of` is asked for one directory of each drive."""
     directories = tiers.nvme_dirs or []
     devices = [drive_identity(directory)[0] for directory in directories]
     found: dict[str, DriveProfile | None] = {}
     for directory, device in zip(directories, devices, strict=True):
         if device not in found:
-            found[device] = rates_of(directory)
-    users = Counter(devices)
-    rates = [found[device] for device in devices]
-    if (limits := tiers.throttle.limits) is not None:
-        named = zip(directories, rates, strict=True)
-        rates = [entry and _throttled(name, entry, users[entry.device], limits) for name, entry in named]
-        devices, users = directories, Counter(directories)
-    known = [entry for entry in rates if entry is not None]
-    weights = [entry.mixed / users[entry.device] for entry in known]
-    if len(known) < len(directories):
-        weights = [1.0] * len(directories)
-    return [
-        KnownDrive(
-            directory, device, _tuning(tiers, entry.tuning if entry else DEFAULT_TUNING), entry, weight
-        )
-        for directory, device, entry, weight in zip(directories, devices, rates, weights, strict=True)
+            found[device] = measured_of(directory)
+    users, limits = Counter(devices), tiers.throttle.limits
+    known = [
+        _known(tiers, directory, found[device], users[device], limits)
+        for directory, device in zip(directories, devices, strict=True)
     ]
+    if any(drive.rates is None for drive in known):
+        return [replace(drive, weight=1.0) for drive in known]
+    return known
 
 
-def _throttled(directory: str, rates: DriveProfile, users: int, limits: Limits) -> DriveProfile:
-    """What one of the `users` directories of a drive gives within its limits."""
-    return replace(
-        rates,
-        device=directory,
-        read=min(rates.read / users, limits.read),
-        write=min(rates.write / users, limits.write),
-        mixed=min(rates.mixed / users, limits.total, 2 * limits.read, 2 * limits.write),
-    )
+def _known(
+    tiers: TiersConfig, directory: str, measured: DriveProfile | None, users: int, limits: Limits | None
+) -> KnownDrive:
+    """One of the `users` directories of a drive."""
+    if measured is None:
+        return KnownDrive(directory, _tuning(tiers, DEFAULT_TUNING), None, None, 1.0)
+    rates = measured.within(limits, users)
+    return KnownDrive(directory, _tuning(tiers, measured.tuning), measured, rates, rates.mixed)
 
 
 def _tuning(tiers: TiersConfig, tuning: Tuning) -> Tuning:
@@ -177,19 +175,30 @@ def mean_drives(times: Sequence[Sequence[KnownDrive]]) -> list[KnownDrive]:
 
 
 def _mean_drive(times: Sequence[KnownDrive]) -> KnownDrive:
-    found = [each.rates for each in times]
-    rates = [each for each in found if each is not None]
-    if len(rates) < len(found):
+    rates = [each.rates for each in times if each.rates is not None]
+    if len(rates) < len(times):
         return replace(times[-1], rates=None)
-    read, write, mixed = (fmean(getattr(each, kind) for each in rates) for kind in ("read", "write", "mixed"))
-    return replace(times[-1], rates=replace(rates[-1], read=read, write=write, mixed=mixed))
+    means = {each.name: fmean(getattr(rate, each.name) for rate in rates) for each in fields(Throughput)}
+    return replace(times[-1], rates=Throughput(**means))
 
 
 def with_drives(rates: Rates, drives: Sequence[KnownDrive]) -> Rates:
-    """With what these drives give side by side."""
-    read, write, mixed = _together(drives)
-    each = mixed and mixed / 2
-    return replace(rates, nvme_read=read, nvme_write=write, nvme_read_mixed=each, nvme_write_mixed=each)
+    """With what these drives give side by side, each its share: the one that is done last sets the pace."""
+    known = [(drive.rates, drive.weight) for drive in drives if drive.rates is not None]
+    whole = sum(weight for _, weight in known)
+
+    def together(kind: str) -> float | None:
+        if not known or len(known) < len(drives):
+            return None
+        return min(getattr(each, kind) * whole / weight for each, weight in known)
+
+    return replace(
+        rates,
+        nvme_read=together("read"),
+        nvme_write=together("write"),
+        nvme_read_mixed=together("read_mixed"),
+        nvme_write_mixed=together("write_mixed"),
+    )
 
 
 def with_step_rates(rates: Rates, profile: MachineProfile, device: Device) -> Rates:
@@ -218,23 +227,3 @@ def device_name(device: Device) -> str:
 def compute_key(device: Device, dtype: torch.dtype) -> str:
     """Key of a matrix product's rate in a profile, e.g. "cuda bfloat16"."""
     return f"{device.torch_device.type} {str(dtype).removeprefix('torch.')}"
-
-
-def _together(drives: Sequence[KnownDrive]) -> tuple[float | None, float | None, float | None]:
-    """(read, write, both at once) of all drives side by side, when each carries its share: the one that is
-    done last sets the pace.
-    """
-    share: Counter[str] = Counter()
-    rates: dict[str, DriveProfile] = {}
-    for drive in drives:
-        if drive.rates is None:
-            return None, None, None
-        share[drive.device] += drive.weight / sum(each.weight for each in drives)  # type: ignore[assignment]
-        rates[drive.device] = drive.rates
-    if not rates:
-        return None, None, None
-    read, write, mixed = (
-        min(getattr(rates[device], kind) / share[device] for device in rates)
-        for kind in ("read", "write", "mixed")
-    )
-    return read, write, mixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from tierstream.engine.bound import Rates
 from tierstream.engine.planner.drive import DriveRates
 from tierstream.io.errors import ConfigError
-from tierstream.io.profile import DriveProfile, MachineProfile
+from tierstream.io.profile import MachineProfile, Throughput
 
 if TYPE_CHECKING:
     from tierstream.engine.config import RunConfig
@@ -126,7 +126,7 @@ class Machine:
             host_bytes=int(host["bytes"]),
             gpu_bytes=int(device["bytes"]) if gpu else None,
             cores=int(host["cores"]),
-            drives=tuple(_within(limits, drive) for drive in profile.drives),
+            drives=tuple(_drive(each.directory, each.within(limits), 1.0, limits) for each in profile.drives),
             rates=Rates(
                 flop_per_s=compute,
                 upload=profile.copy["upload"] if gpu else None,
@@ -160,39 +160,10 @@ def drive_rates(drives: Sequence[KnownDrive], limits: Limits | None) -> tuple[Dr
                 f"{drive.directory}: there was too little space to measure its drive; free some, or name a "
                 "profile of it in tiers.profile"
             )
-        found.append(_of_profile(drive.directory, drive.rates, drive.weight, limits))
+        found.append(_drive(drive.directory, drive.rates, drive.weight, limits))
     return tuple(found)
 
 
-def _within(limits: Limits | None, drive: DriveProfile) -> DriveRates:
-    if limits is None:
-        return _of_profile(drive.directory, drive, 1.0)
-    slower = replace(drive, read=min(drive.read, limits.read), write=min(drive.write, limits.write))
-    found = _of_profile(drive.directory, slower, 1.0, limits)
-    share = min(1.0, drive.mixed / (found.read_mixed + found.write_mixed))  # limits that the drive is within
-    return replace(found, read_mixed=share * found.read_mixed, write_mixed=share * found.write_mixed)
-
-
-def _of_profile(
-    directory: str, rates: DriveProfile, weight: float, limits: Limits | None = None
-) -> DriveRates:
-    """Both directions at once get half of the mixed rate each; of a throttled drive, which shares its total
-    evenly, what the one cannot take goes to the other.
-    """
-    read, write = rates.read, rates.write
-    if limits is None:
-        read_mixed = write_mixed = rates.mixed / 2
-    else:
-        total = min(limits.total, read + write)
-        read_mixed = min(read, max(total / 2, total - write))
-        write_mixed = min(write, total - read_mixed)
-        read, write = min(read, total), min(write, total)
-    return DriveRates(
-        directory=directory,
-        read=read,
-        write=write,
-        read_mixed=min(read, read_mixed),
-        write_mixed=min(write, write_mixed),
-        latency_s=0.0 if limits is None else limits.latency_s,
-        weight=weight,
-    )
+def _drive(directory: str, rates: Throughput, weight: float, limits: Limits | None) -> DriveRates:
+    latency_s = 0.0 if limits is None else limits.latency_s
+    return DriveRates(directory=directory, weight=weight, latency_s=latency_s, **asdict(rates))

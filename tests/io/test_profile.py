@@ -12,7 +12,9 @@ import pytest
 
 from tierstream.io.drive_rates import Tuning
 from tierstream.io.errors import ConfigError, StorageError
-from tierstream.io.profile import DriveProfile, MachineProfile, drive_identity
+from tierstream.io.profile import DriveProfile, MachineProfile, Throughput, drive_identity
+from tierstream.io.throttle import Limits, Pace
+from tierstream.io.transfer import Direction
 
 DRIVE = DriveProfile(
     directory="/mnt/a",
@@ -144,6 +146,51 @@ def test_files_that_are_no_profile_are_refused(tmp_path: Path, content: bytes) -
 def test_a_missing_profile_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"reading machine profile .*none\.json"):
         MachineProfile.load(tmp_path / "none.json")
+
+
+def moved(limits: Limits, seconds: float, *ways: Direction) -> list[float]:
+    """Bytes per second of each direction, through a drive that only the limits hold up."""
+    pace: Pace[Direction] = Pace(limits)
+    requests, nbytes = 4000, 1 << 20
+    for way in ways:
+        for _ in range(requests):
+            pace.submit(0.0, way, nbytes, way)
+    ended = pace.ended(seconds)
+    assert len(ended) < len(ways) * requests
+    return [ended.count(way) * nbytes / seconds for way in ways]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(read=2e8, write=1e8),
+        Limits(read=2e8, write=2e8, total=3e8),
+        Limits(read=2e7, write=9e8, total=3e8),
+        Limits(read=9e8, write=2e7, total=3e8),
+        Limits(total=3e8),
+    ],
+    ids=str,
+)
+def test_a_throttled_drive_gives_what_the_throttle_lets_through(limits: Limits) -> None:
+    """Measured: to 7 %, since a direction that is held up waits for whole requests of the other."""
+    found = DRIVE.within(limits)
+    reads, writes = moved(limits, 5.0, Direction.READ, Direction.WRITE)
+    (read,), (write,) = (moved(limits, 4.0, way) for way in Direction)
+    assert (found.read, found.write) == pytest.approx((read, write), rel=0.01)
+    assert (found.read_mixed, found.write_mixed) == pytest.approx((reads, writes), rel=0.08)
+
+
+def test_a_drive_gives_no_more_within_limits_than_without() -> None:
+    plain = DRIVE.within(None)
+    assert plain == Throughput(read=2.5e9, write=1.5e9, read_mixed=0.875e9, write_mixed=0.875e9)
+    assert plain.mixed == DRIVE.mixed
+    assert DRIVE.within(Limits(read=1e12, total=1e12, latency_s=1.0)) == plain
+    # A direction that is held up leaves the other what the drive has for both.
+    found = DRIVE.within(Limits(read=0.25e9))
+    assert (found.read, found.read_mixed, found.write_mixed) == (0.25e9, 0.25e9, 1.5e9)
+    assert found.mixed == 0.5e9
+    found = DRIVE.within(Limits(total=1e9), users=2)
+    assert found == Throughput(read=1e9, write=0.75e9, read_mixed=0.4375e9, write_mixed=0.4375e9)
 
 
 def test_drives_are_known_by_device_file_system_and_backend(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tierstream.engine.measure.machine import (
     with_drives,
 )
 from tierstream.engine.plan import ThrottleConfig, TiersConfig
+from tierstream.engine.planner.machine import Machine, drive_rates
 from tierstream.io import probes, profile
 from tierstream.io.drive_rates import DriveTarget, Setting, Tuning
 from tierstream.io.measure import Sample
@@ -46,8 +47,9 @@ def drive(directory: str, device: str, **rates: float) -> DriveProfile:
     )  # fmt: skip
 
 
-def known(device: str, weight: float, rates: DriveProfile | None) -> KnownDrive:
-    return KnownDrive(f"/{device}", device, TUNING, rates, weight)
+def known(device: str, weight: float, measured: DriveProfile | None, users: int = 1) -> KnownDrive:
+    rates = None if measured is None else measured.within(None, users)
+    return KnownDrive(f"/{device}", TUNING, measured, rates, weight)
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_the_profile_spares_measuring_and_tunes(tmp_path: Path, measured: list[A
     (found,) = known_drives(tiers, mine)
     assert measured == []
     assert found.tuning == TUNING
-    assert found.rates == mine.drives[0]
+    assert found.measured == mine.drives[0]
     (found,) = known_drives(replace(tiers, io_threads=7), mine)
     assert found.tuning == replace(TUNING, threads=7)
 
@@ -95,12 +97,52 @@ def test_throttled_directories_are_drives_of_their_own(tmp_path: Path, measured:
     throttle = ThrottleConfig(write=ByteSize(1))
     found = known_drives(TiersConfig(nvme_dirs=paths, backend="posix", throttle=throttle), MachineProfile())
     assert len(measured) == 1
-    assert [entry.device for entry in found] == paths
     for entry in found:
         assert entry.rates is not None
         assert (entry.rates.read, entry.rates.write, entry.rates.mixed, entry.weight) == (2.0, 1.0, 1.0, 1.0)
     rates = machine_rates(MachineProfile(), found, Device(), torch.float32, 2)
     assert (rates.nvme_read, rates.nvme_write, rates.nvme_read_mixed) == (4.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "throttle",
+    [
+        {},
+        {"read": "500MB"},
+        {"total": "1GB"},
+        {"read": "1GB", "write": "3GB", "total": "2GB"},
+        {"latency_s": 1e-3},
+    ],
+    ids=str,
+)
+def test_a_run_and_a_plan_foresee_the_same_drive(tmp_path: Path, throttle: dict[str, Any]) -> None:
+    """A run on a drive of its profile, and a plan for the machine of that profile."""
+    device, filesystem = drive_identity(tmp_path)
+    measured = replace(drive(str(tmp_path), device, read=4e9, write=3e9, mixed=2e9), filesystem=filesystem)
+    mine = MachineProfile(cpu=probes.cpu_model(), drives=(measured,), update={"2": 1e9})
+    given = {key: value if key == "latency_s" else ByteSize(value) for key, value in throttle.items()}
+    tiers = TiersConfig(nvme_dirs=[str(tmp_path)], backend="posix", throttle=ThrottleConfig(**given))
+    found = known_drives(tiers, mine)
+    (foreseen,) = drive_rates(found, tiers.throttle.limits)
+    whole = replace(
+        mine, compute={"cpu bfloat16": 1e11}, device={"bytes": 1 << 30, "memory": 1e10, "launch_s": 1e-5},
+        host={"bytes": 1 << 30, "cores": 2, "copy": 1e10, "page_s": 1e-5, "wake_s": 1e-5},
+    )  # fmt: skip
+    whole.save(tmp_path / "machine.json")
+    (planned,) = Machine.from_profile(tmp_path / "machine.json", limits=tiers.throttle.limits).drives
+    assert replace(foreseen, weight=1.0) == planned
+    # The bound of the run is that of the same drive.
+    rates = with_drives(Rates(flop_per_s=1.0, upload=None, update_parameters_per_s=1.0), found)
+    bound = (rates.nvme_read, rates.nvme_write, rates.nvme_read_mixed, rates.nvme_write_mixed)
+    assert bound == (planned.read, planned.write, planned.read_mixed, planned.write_mixed)
+
+
+def test_directories_of_one_drive_share_it_in_a_forecast(tmp_path: Path, measured: list[Any]) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path in paths:
+        os.mkdir(path)
+    found = drive_rates(known_drives(TiersConfig(nvme_dirs=paths, backend="posix"), MachineProfile()), None)
+    assert [(each.read, each.write, each.read_mixed) for each in found] == [(2.0, 1.5, 0.5)] * 2
 
 
 def test_two_drives_are_weighed_by_what_they_give(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +192,14 @@ def test_drives_are_measured_again_for_longer(
         assert entry.rates is not None
         assert (entry.rates.read, entry.rates.write, entry.rates.mixed) == (4e6, 1e6, 2e6)
     # What could not be measured before is not tried again.
-    unknown = [replace(entry, rates=None) for entry in known]
+    unknown = [replace(entry, measured=None, rates=None) for entry in known]
     assert [entry.rates for entry in drives_now(tiers, unknown)] == [None, None]
     assert len(asked) == 1
 
 
 def test_drives_at_several_times_have_the_mean_rates() -> None:
     first, second = (
-        KnownDrive("/a", "1:1", TUNING, replace(drive("/a", "1:1"), read=r, write=w, mixed=m), 1.0)
+        known("a", 1.0, replace(drive("/a", "1:1"), read=r, write=w, mixed=m))
         for r, w, m in ((4.0, 8.0, 5.0), (6.0, 2.0, 2.0))
     )
     (mean,) = mean_drives([[first], [second]])
@@ -195,7 +237,7 @@ def test_drives_by_their_share_go_at_the_pace_of_the_slowest(counted: list[str])
 
 def test_directories_on_one_drive_do_not_add_up(counted: list[str]) -> None:
     one = drive("/a", "a")
-    rates = rates_of([known("a", 1.0, one), known("a", 1.0, one)])
+    rates = rates_of([known("a", 1.0, one, users=2), known("a", 1.0, one, users=2)])
     assert (rates.nvme_read, rates.nvme_write, rates.nvme_read_mixed) == (4.0, 3.0, 1.0)
 
 

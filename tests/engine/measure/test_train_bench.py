@@ -73,7 +73,7 @@ class Benches:
         drive = self.folder / "drive"
         drive.mkdir()
         config = self.config(nvme_dirs=[str(drive)], dram=ByteSize("1MiB"), page=ByteSize("16KiB"))
-        return config, [KnownDrive(str(drive), "0:0", DEFAULT_TUNING, None, 1.0)]
+        return config, [KnownDrive(str(drive), DEFAULT_TUNING, None, None, 1.0)]
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def moved_by_the_run(config: RunConfig, steps: int) -> list[tuple[int, int]]:
     """Bytes read from the drive and written to it, of each step."""
     assert config.tiers.nvme_dirs is not None
     setting = Setting(gpu=config.tiers.gpu, clip_norm=1.0)
-    known = KnownDrive(config.tiers.nvme_dirs[0], "0:0", DEFAULT_TUNING, None, 1.0)
+    known = KnownDrive(config.tiers.nvme_dirs[0], DEFAULT_TUNING, None, None, 1.0)
     found = []
     with TieredBench(config, [setting], [known], random_batch(1000, ROWS, SEQ_LEN, "cpu")) as bench:
         for _ in range(steps):
