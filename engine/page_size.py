@@ -21,7 +21,7 @@ AUTO_DRAM_SHARE = 0.7
 #: 0.2 ms of Python, in threads that share one interpreter lock with the one that launches the layers.
 _PAGE_MAX_BYTES = 64 << 20
 #: And a DRAM budget smaller than the state holds at least this many pages, so that eviction has a choice ...
-_FRAMES_WANTED = 384
+_FRAMES_WANTED = 768
 #: ... but this many, where pages would else be smaller than one that costs little.
 _FRAMES_LEAST = 48
 #: Below this a page costs more time in Python than on its way to a drive; one of 1 MiB costs little.

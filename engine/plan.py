@@ -30,6 +30,9 @@ STATE_FOLDER = "tierstream-state"
 #: Fewest frames with which all go on: an update granule (9 pages in the widest mode; workers take turns where
 #: frames are few), 4 pages on their way up, 4 on their way down, and some to read ahead and to write back.
 _FRAMES_MIN = 24
+#: Write-backs on their way to a drive at once: what its threads have in hand (16 calls of 4 MiB), or so many
+#: pages that it need not wait until the next is asked for.
+_WRITEBACK_BYTES, _WRITEBACK_PAGES = 64 << 20, 4
 #: Share of what is then still free for copies of pages that change while a checkpoint is written.
 _AUTO_COPY_SHARE = 0.25
 
@@ -89,8 +92,8 @@ class TiersConfig:
     """How far the reads run ahead of the computation; 0: no prefetch; null: chosen if there is a `profile`,
     else a sixteenth of `dram`, at least 16 pages, at most a quarter."""
     writeback: ByteSize | None = None
-    """Bytes of dirty pages on their way to the drives at once; null: chosen if there is a `profile`, else an
-    eighth of `dram`."""
+    """Bytes of dirty pages on their way to the drives at once; null: chosen if there is a `profile`, else
+    64 MiB a drive, at least 4 pages, at most an eighth of `dram`."""
     page: ByteSize | None = None
     """Size of a page, a multiple of 4096 bytes; null: up to 64 MiB, a whole fraction of a layer or expert."""
     activations: Literal["dram", "gpu"] | None = None
@@ -309,7 +312,7 @@ def make_plan(
         step_local_bytes=layout.nbytes(durable=False),
         policy=tiers.policy or "lookahead",
         prefetch_bytes=_ahead(tiers, dram, layout.page_bytes),
-        writeback_bytes=int(dram // 8 if tiers.writeback is None else tiers.writeback),
+        writeback_bytes=size_writeback(tiers, dram, layout.page_bytes),
         device=memory,
         boundary_nbytes=boundary_nbytes,
         flop_per_step=float(units.flop_per_token * tokens),
@@ -352,6 +355,15 @@ def _placed(
 def _ahead(tiers: TiersConfig, dram: int, page: int) -> int:
     """How far reads run ahead: two granules, else little, for a page that comes early keeps another out."""
     return min(dram // 4, max(dram // 16, 16 * page)) if tiers.prefetch is None else int(tiers.prefetch)
+
+
+def size_writeback(tiers: TiersConfig, dram: int, page: int) -> int:
+    """Bytes of write-backs at once: what keeps the drives busy, for a page that waits to be written keeps
+    another one out of DRAM.
+    """
+    if tiers.writeback is not None:
+        return int(tiers.writeback)
+    return min(dram // 8, max(_WRITEBACK_BYTES, _WRITEBACK_PAGES * page) * len(tiers.nvme_dirs or ()))
 
 
 def _passing_nbytes(units: ModelUnits, layout: Layout, *, on_device: bool) -> int:

@@ -23,7 +23,7 @@ from tierstream.tiered.store import Intent
 #: Where updates begin in backward and the state is on drives, gradients may take this part of the DRAM, and
 #: as many granules' as the workers have and as come meanwhile. A gradient that waits there for planes on a
 #: drive costs its bytes in reads and in writes of what it keeps out.
-_GRADIENTS_SHARE, _GRADIENTS_LEAST = 1 / 32, 4
+_GRADIENTS_SHARE, _GRADIENTS_LEAST = 1 / 128, 4
 
 
 class StepScript:

@@ -17,7 +17,7 @@ from tierstream.engine.measure import machine
 from tierstream.engine.model.carve import find_units
 from tierstream.engine.model.units import build_layout
 from tierstream.engine.page_size import choose_page_bytes, fit_small_planes, page_warning, paged
-from tierstream.engine.plan import Plan, TiersConfig, size_copies, size_dram
+from tierstream.engine.plan import Plan, TiersConfig, size_copies, size_dram, size_writeback
 from tierstream.engine.run.callbacks import Callback
 from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError
@@ -37,8 +37,8 @@ def planned() -> tuple[Plan, Layout]:
     ("dram", "page_bytes"),
     [
         (100 << 30, 64 << 20),  # all of the state: as large as pages become
-        (12 << 30, 32 << 20),  # 384 of them
-        (64 << 20, 1 << 20),  # fewer than 384, so that a page does not cost more than its bytes
+        (12 << 30, 16 << 20),  # 768 of them
+        (64 << 20, 1 << 20),  # fewer than 768, so that a page does not cost more than its bytes
         (12 << 20, 256 << 10),  # but 48 at least
     ],
 )
@@ -47,6 +47,23 @@ def test_pages_of_a_budget(dram: int, page_bytes: int) -> None:
     assert choose_page_bytes(1 << 30, 90 << 30, tiers, 4 << 40) == page_bytes
     # Without drives DRAM must hold everything: what is missing is told for the pages that it would have then.
     assert choose_page_bytes(1 << 30, 90 << 30, replace(tiers, nvme_dirs=None), 4 << 40) == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("dram", "page", "drives", "given", "at_once"),
+    [
+        (12 << 30, 15 << 20, 1, None, 64 << 20),
+        (12 << 30, 15 << 20, 3, None, 192 << 20),
+        (48 << 30, 60 << 20, 2, None, 480 << 20),  # 4 large pages a drive
+        (256 << 20, 1 << 20, 2, None, 32 << 20),  # most of a small DRAM is for other pages
+        (12 << 30, 15 << 20, 1, 1 << 30, 1 << 30),
+    ],
+)
+def test_write_backs_at_once(dram: int, page: int, drives: int, given: int | None, at_once: int) -> None:
+    """So few that pages which wait to be written keep few others out."""
+    own = None if given is None else ByteSize(given)
+    tiers = TiersConfig(nvme_dirs=[f"/drive{index}" for index in range(drives)], writeback=own)
+    assert size_writeback(tiers, dram, page) == at_once
 
 
 def test_pages_are_smaller_where_small_planes_would_each_take_one() -> None:

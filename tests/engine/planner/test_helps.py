@@ -62,7 +62,8 @@ def test_a_gigabyte_of_many_gives_what_that_one_gives(tmp_path: Path, config: Ru
     model = tmp_path / "wide"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(architecture("qwen2.5-1.5b", 2)))
-    wide = changed(config, {"model.config": str(model), "tiers.page": None, "tiers.dram": ByteSize("2 GiB")})
+    page = ByteSize("6 MiB")  # so few pages that what is compared is the run itself
+    wide = changed(config, {"model.config": str(model), "tiers.page": page, "tiers.dram": ByteSize("2 GiB")})
     before = look_ahead(wide, slow_drive()).outlook
     after = look_ahead(changed(wide, {"tiers.dram": ByteSize("3 GiB")}), slow_drive(), compare=False).outlook
     assert sum(before.planes["nvme"].values()) > 3 * GIB
