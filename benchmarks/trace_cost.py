@@ -1,10 +1,10 @@
 """What recording a trace costs: steps with and without one, of the same training, in turn.
 
     python benchmarks/trace_cost.py [--device cuda] [--shape tiny] [--layers 4] [--rows 8] [--seq-len 1024]
-        [--steps 2] [--rounds 30] [--nvme-dir DIR --dram 8GiB]
+        [--steps 10] [--rounds 10] [--nvme-dir DIR --dram 8GiB]
 
 Every round runs some steps of both kinds, in random order; medians, and the median of the ratios of a round.
-Ends with one line of JSON.
+The end of a trace waits for all lanes, once for its steps. Ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--nvme-dir")
     parser.add_argument("--dram", type=ByteSize)
     args = parser.parse_args()
