@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from tierstream.engine.page_size import AUTO_DRAM_SHARE
 from tierstream.engine.plan_tiers import dtypes_of, tier_plans
 from tierstream.engine.planner.aside import aside
 from tierstream.engine.planner.case import Case, units_of
-from tierstream.engine.planner.coarse import PAGES_COMPARED, grain_for, in_whole_planes
+from tierstream.engine.planner.coarse import PAGES_COMPARED, coarser, grain_for, in_whole_planes
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.planner.known import Model
 from tierstream.engine.planner.machine import Machine
@@ -229,7 +228,7 @@ def _rates(machine: Machine, drives: int) -> Rates:
 
 
 class _Change(NamedTuple):
-    """What is changed, and how many times over; nothing is where that is empty."""
+    """What is changed, and how many times over."""
 
     what: str
     setting: Setting
@@ -237,48 +236,57 @@ class _Change(NamedTuple):
 
 
 class _Changed(NamedTuple):
-    """A change that fits, and the steps with it."""
+    """A change that fits, and the steps with it; None: they are as without."""
 
     what: str
     times: float
     tokens_per_step: int
-    tokens_per_s: float
+    tokens_per_s: float | None
 
 
 def _foreseen(
     case: Case, setting: Setting, model: Model, grain: int, *, compare: bool
 ) -> tuple[Forecast, tuple[Help, ...]]:
     """A step, and what would help: beside the run itself in pages as large, where there are many."""
+    machine = setting.machine
+    if not compare:
+        return foresee(case, machine, grain), ()
     alike = grain_for(case, PAGES_COMPARED)
-    changes = list(_changes(case, setting, alike)) if compare else []
-    if changes and alike > grain:
-        changes.insert(0, _Change("", setting, 1.0))
-    # One of the changes takes about as long as what is left to do here, and the rest as all that together.
-    with aside(partial(_with, changes[:-1], model, alike)) if changes else nullcontext(list) as others:
-        forecast = foresee(case, setting.machine, grain)
-        last = _with(changes[-1:], model, alike)
-        return forecast, _helps(forecast.tokens_per_s, [*others(), *last])
+    changes, like = list(_changes(case, setting, alike)), _matters(coarser(case, alike), machine)
+    # The run itself once more takes about as long as one of the changes.
+    here = 0 if alike > grain else 1
+    with aside(partial(_with, changes[here:], model, alike, like)) as others:
+        forecast = foresee(case, machine, grain)
+        before = foresee(case, machine, alike) if alike > grain else forecast
+        changed = [*_with(changes[:here], model, alike, like), *others()]
+    return forecast, _helps(forecast.tokens_per_s, before.tokens_per_s, changed)
 
 
-def _with(changes: Iterable[_Change], model: Model, grain: int) -> list[_Changed]:
+def _matters(case: Case, machine: Machine) -> tuple[object, ...]:
+    """What the steps of a run depend on, of all that is changed here. In the large pages of a state of which
+    DRAM holds next to nothing, a little more of it is not seen.
+    """
+    return replace(case.plan, copy_bytes=0), machine.rates, machine.drives, machine.cores
+
+
+def _with(changes: Iterable[_Change], model: Model, grain: int, like: tuple[object, ...]) -> list[_Changed]:
     found = []
     for what, setting, times in changes:
         try:
             after = check_fits(setting, model)
         except BudgetError:
             continue  # twice the tokens need not fit
-        forecast = foresee(after, setting.machine, grain)
-        found.append(_Changed(what, times, after.plan.tokens_per_step, forecast.tokens_per_s))
+        alike = _matters(coarser(after, grain), setting.machine) == like
+        tokens_per_s = None if alike else foresee(after, setting.machine, grain).tokens_per_s
+        found.append(_Changed(what, times, after.plan.tokens_per_step, tokens_per_s))
     return found
 
 
-def _helps(tokens_per_s: float, changed: Iterable[_Changed]) -> tuple[Help, ...]:
-    before, found = tokens_per_s, []
+def _helps(tokens_per_s: float, before: float, changed: Iterable[_Changed]) -> tuple[Help, ...]:
+    """Args: `before`: tokens per second without a change, in pages as large as with it."""
+    found = []
     for what, times, tokens, after in changed:
-        if not what:
-            before = after
-            continue
-        gain = (after / before - 1) / times
+        gain = 0.0 if after is None else (after / before - 1) / times
         then = (1 + gain) * tokens_per_s
         found.append(Help(change=what, step_s=tokens / then, tokens_per_s=then, gain=gain))
     return tuple(sorted(found, key=lambda each: -each.gain))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.runs import make_run
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model.shapes import architecture
+from tierstream.engine.planner import outlook as outlook_module
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.machines import machine_file
 from tierstream.engine.planner.outlook import Help, Outlook, look_ahead
@@ -69,6 +71,19 @@ def test_a_gigabyte_of_many_gives_what_that_one_gives(tmp_path: Path, config: Ru
     assert sum(before.planes["nvme"].values()) > 3 * GIB
     assert gain(after, before) > 0.1
     assert told(before, "+1 GiB of DRAM").gain == pytest.approx(gain(after, before))
+
+
+def test_what_no_step_depends_on_is_not_simulated(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DRAM holds everything."""
+    calls, foresee = list[int](), outlook_module.foresee
+    monkeypatch.setattr(outlook_module, "foresee", lambda *args: calls.append(1) or foresee(*args))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    full = changed(config, {"tiers.dram": ByteSize("1 GiB")})
+    found = look_ahead(full, slow_drive()).outlook
+    assert told(found, "+1 GiB of DRAM").gain == 0.0
+    assert told(found, "+1 GiB of DRAM").step_s == pytest.approx(found.step_s)
+    assert len(found.helps) == 4
+    assert len(calls) == 4
 
 
 def test_memory_that_the_gpu_has_is_told_as_a_budget_that_may_grow(config: RunConfig) -> None:
