@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -166,7 +167,13 @@ class TensorBoard(Service):
         self._writer: Any = None
 
     def open(self, config: RunConfig, plan: PlanReport) -> int:
-        self._writer = self._make(str(Path(config.run_dir) / "tensorboard"), purge_step=plan.first_step)
+        directory = Path(config.run_dir) / "tensorboard"
+        # Readers take files in the order of their names, which begin with the second: that of a run which
+        # goes on within the second of the one before it could come first, and its steps be forgotten.
+        seconds = (path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*.*"))
+        before = max((int(second) for second in seconds if second.isdecimal()), default=0)
+        time.sleep(min(1.0, max(0.0, before + 1 - time.time())))
+        self._writer = self._make(str(directory), purge_step=plan.first_step)
         return plan.first_step - 1
 
     def send(self, values: Mapping[str, float | str], step: int) -> None:

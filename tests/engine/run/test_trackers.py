@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -244,6 +245,21 @@ def test_tensorboard_shows_every_step_of_a_killed_and_resumed_run_once(tmp_path:
         values = [value for _, value in found[tag]]
         assert values == pytest.approx([made[key] for made in records(config)], rel=1e-6)
     assert all(len(values) == 6 for values in found.values())
+
+
+def test_tensorboard_of_a_run_that_goes_on_within_a_second_comes_last(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    config.log.tensorboard = True
+    directory = Path(config.run_dir) / "tensorboard"
+    directory.mkdir(parents=True)
+    while time.time() % 1 > 0.5:
+        time.sleep(0.01)
+    earlier = directory / f"events.out.tfevents.{int(time.time())}.zzz.1.0"
+    earlier.touch()
+    (tracker,) = open_trackers(config)
+    Callbacks([tracker]).on_plan(plan(1))
+    tracker.close()
+    assert [path == earlier for path in sorted(directory.iterdir())] == [True, False]
 
 
 def test_tensorboard_keeps_what_is_no_number(tmp_path: Path) -> None:
