@@ -260,12 +260,13 @@ def size_copies(wanted: int | None, config: TiersConfig, layout: Layout, spare_b
 
 
 def spared_flop(units: ModelUnits, tokens: int) -> float:
-    """FLOP of a product with the largest matrix of each dense layer that is recomputed: which one ends it is
-    not known beforehand.
+    """FLOP of `flop_per_token` that no step needs: the head's recompute, and that of a product with the
+    largest matrix of each dense layer, for which one ends it is not known beforehand.
     """
     recomputed = range(units.backward_from, len(units.layers))
     dense = (units.of_layer(index) for index in recomputed if not units.passed_by[index])
-    return 2.0 * tokens * sum(max(t.numel for unit in own for t in unit.tensors) for own in dense)
+    largest = sum(max(t.numel for unit in own for t in unit.tensors) for own in dense)
+    return 2.0 * tokens * (units.head.parameters + largest)
 
 
 def make_plan(

@@ -109,4 +109,4 @@ def test_layers_without_a_backward_cost_a_quarter() -> None:
     assert units.flop_per_token == 2 * first + 8 * second + 6 * third + 8 * units.head.parameters
     assert units.forward_flop_per_token == 2 * (first + second + third + units.head.parameters)
     largest = max(tensor.numel for tensor in units.layers[0].tensors)
-    assert spared_flop(units, 10) == 10 * 2 * 2 * largest
+    assert spared_flop(units, 10) == 10 * 2 * (2 * largest + units.head.parameters)

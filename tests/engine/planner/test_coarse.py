@@ -137,6 +137,20 @@ def test_the_bound_of_whole_planes_is_that_of_pages(tmp_path: Path) -> None:
         assert 0.95 * own < least <= own
 
 
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+def test_a_step_that_products_set_the_pace_of_is_no_faster_than_its_bound(
+    tmp_path: Path, clip_norm: float | None
+) -> None:
+    """Most of them are those of the head, of which nothing is recomputed."""
+    changes = {"tiers.page": None, "tiers.dram": None, "optimizer.clip_norm": clip_norm, "data.seq_len": 1024}
+    config = run_of(tmp_path, architecture("qwen2.5-1.5b", 2), **changes)
+    machine = replace(WORKSTATION, rates=replace(WORKSTATION.rates, flop_per_s=1e12))
+    outlook = look_ahead(config, machine, compare=False).outlook
+    assert outlook.resource == "compute"
+    bound_s = max(outlook.bound_s.values())
+    assert bound_s < outlook.step_s < 1.1 * bound_s
+
+
 def test_no_step_is_foreseen_faster_than_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So few pages that 32 frames hold several times what DRAM does."""
     monkeypatch.setattr("tierstream.engine.planner.coarse.PAGES_FORESEEN", 100)
