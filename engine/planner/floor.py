@@ -35,7 +35,7 @@ def floor_s(case: Case, machine: Machine, times: LayerTimes) -> float:
     names = case.config.tiers.nvme_dirs or []
     drives_s = 0.0
     if names:
-        drives_s = _moved_s(machine.drives[: len(names)], *least_traffic(uses, case.plan, case.layout))
+        drives_s = _moved_s(machine.drives_of(names), *least_traffic(uses, case.plan, case.layout))
     return max(compute_s, host_s, update_s, up_s, down_s, cores_s / machine.cores, drives_s)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.clock import Clock, Cores, Dedicated, Lane, Moment, Server, Wait
-from tierstream.engine.planner.drive import DriveRates, SimulatedDrive
+from tierstream.engine.planner.drive import SimulatedDrive
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.store import SimulatedStore
 from tierstream.engine.trace.trace import Span, Track
@@ -112,7 +112,7 @@ class Hardware:
             self.up = _shared_link(clock, upload)
             self.down = _shared_link(clock, rates.download or upload)
         names = case.config.tiers.nvme_dirs or []
-        self.drives = [SimulatedDrive(clock, drive) for drive in _drives(machine, len(names))]
+        self.drives = [SimulatedDrive(clock, drive) for drive in machine.drives_of(names)]
         plan = case.plan
         self.store = SimulatedStore(
             clock, case.layout, self.drives, POLICIES[case.plan.policy], dram_bytes=plan.dram_bytes,
@@ -131,7 +131,3 @@ class Hardware:
 def _shared_link(clock: Clock, rate: float) -> Link:
     link = Cores(clock, 1)
     return Link(clock, rate, lambda: link.threads(1))
-
-
-def _drives(machine: Machine, count: int) -> Sequence[DriveRates]:
-    return machine.drives[:count]

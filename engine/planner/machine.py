@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -68,6 +69,18 @@ class Machine:
             rates=machine.with_step_rates(rates, profile, device),
         )
 
+    def drives_of(self, directories: Sequence[str]) -> tuple[DriveRates, ...]:
+        """Those on which directories of a run lie, if it has drives of these names; else its first ones."""
+        found = [self._drive_of(Path(directory)) for directory in directories]
+        named = [drive for drive in found if drive is not None]
+        if len({drive.directory for drive in named}) == len(directories):
+            return tuple(named)
+        return self.drives[: len(directories)]
+
+    def _drive_of(self, path: Path) -> DriveRates | None:
+        above = [drive for drive in self.drives if path.is_relative_to(drive.directory)]
+        return max(above, key=lambda drive: len(Path(drive.directory).parts), default=None)
+
     @classmethod
     def unmeasured(cls, config: RunConfig) -> Self:
         """This machine for questions of what fits: its rates are not known."""
@@ -126,7 +139,7 @@ class Machine:
             host_bytes=int(host["bytes"]),
             gpu_bytes=int(device["bytes"]) if gpu else None,
             cores=int(host["cores"]),
-            drives=tuple(_drive(each.directory, each.within(limits), 1.0, limits) for each in profile.drives),
+            drives=tuple(_drive(each.directory, each.within(limits), limits) for each in profile.drives),
             rates=Rates(
                 flop_per_s=compute,
                 upload=profile.copy["upload"] if gpu else None,
@@ -160,10 +173,10 @@ def drive_rates(drives: Sequence[KnownDrive], limits: Limits | None) -> tuple[Dr
                 f"{drive.directory}: there was too little space to measure its drive; free some, or name a "
                 "profile of it in tiers.profile"
             )
-        found.append(_drive(drive.directory, drive.rates, drive.weight, limits))
+        found.append(_drive(drive.directory, drive.rates, limits))
     return tuple(found)
 
 
-def _drive(directory: str, rates: Throughput, weight: float, limits: Limits | None) -> DriveRates:
+def _drive(directory: str, rates: Throughput, limits: Limits | None) -> DriveRates:
     latency_s = 0.0 if limits is None else limits.latency_s
-    return DriveRates(directory=directory, weight=weight, latency_s=latency_s, **asdict(rates))
+    return DriveRates(directory=directory, weight=rates.mixed, latency_s=latency_s, **asdict(rates))

@@ -93,6 +93,7 @@ def planes(case: Case, forecast: Forecast) -> dict[str, dict[str, int]]:
         found["dram"].update(local)
         if on_drives:
             found["dram"]["copies of nvme"] = sum(durable.values())
+        found["dram"]["frames that are not full"] = case.plan.dram_bytes - sum(found["dram"].values())
     for spec in layout.planes.values() if resident else ():
         if spec.unit in resident:
             found["gpu"][f"{spec.plane} of units that stay"] += spec.nbytes

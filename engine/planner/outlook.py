@@ -7,7 +7,7 @@ what would make them shorter. Works from the configuration alone: no weights, no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -194,12 +194,12 @@ def look_ahead(
 
 def step_bound(case: Case, machine: Machine) -> Bound:
     """The bound of a step; where there are many pages, without the padding of the last ones of planes."""
-    count, nbytes = len(case.config.tiers.nvme_dirs or []), (0, 0)
-    if count:
+    directories, nbytes = case.config.tiers.nvme_dirs or [], (0, 0)
+    if directories:
         grain = grain_for(case)
         counted = case if grain == 1 else in_whole_planes(case, grain)
         nbytes = least_traffic(counted.script.steady_uses(()), counted.plan, counted.layout)
-    return traffic_bound(_rates(machine, count), case.plan, case.layout, *nbytes)
+    return traffic_bound(_rates(machine, directories), case.plan, case.layout, *nbytes)
 
 
 def _no_faster(forecast: Forecast, bound_s: float) -> Forecast:
@@ -208,9 +208,9 @@ def _no_faster(forecast: Forecast, bound_s: float) -> Forecast:
     return replace(forecast, step_s=factor * forecast.step_s, tokens_per_s=forecast.tokens_per_s / factor)
 
 
-def _rates(machine: Machine, drives: int) -> Rates:
+def _rates(machine: Machine, directories: Sequence[str]) -> Rates:
     """With those of the drives side by side: the one that is done last sets the pace."""
-    used = machine.drives[:drives]
+    used = machine.drives_of(directories)
     if machine.rates.nvme_read is not None or not used:
         return machine.rates
     whole = sum(drive.weight for drive in used)

@@ -153,9 +153,11 @@ def _fewer_rows(setting: Setting) -> Candidates:
     rows = train.rows_per_step
     while rows > 1:
         rows //= 2
-        chunk = None if train.rows_per_chunk is None else min(rows, train.rows_per_chunk)
-        changes = {"train.rows_per_chunk": chunk, "train.rows_per_step": rows}
-        yield f"train.rows_per_step: {rows}", setting.with_config(changes)
+        changes, what = {"train.rows_per_step": rows}, f"train.rows_per_step: {rows}"
+        if train.rows_per_chunk is not None and train.rows_per_chunk > rows:
+            changes = {"train.rows_per_chunk": rows, **changes}
+            what = f"train.rows_per_chunk: {rows}, and {what}"
+        yield what, setting.with_config(changes)
 
 
 def _drive(setting: Setting) -> Candidates:

@@ -87,7 +87,7 @@ def what_if(setting: Setting, text: str) -> Setting:
     Raises:
         ConfigError: a key that there is not, or twice, or a value that it cannot have.
     """
-    seen = list[str]()
+    seen, budgets = list[str](), _budgets(setting.config)
     for part in filter(None, map(str.strip, text.split(","))):
         key, _, value = map(str.strip, part.partition("="))
         if key in seen:
@@ -112,7 +112,15 @@ def what_if(setting: Setting, text: str) -> Setting:
         setting = change(int(number))
     if not seen:
         return setting
-    return replace(setting, machine=replace(setting.machine, name=f"{setting.machine.name}, with {text}"))
+    grown = _budgets(setting.config).items() - budgets.items()
+    said = "".join(f", {key} grown to {ByteSize(nbytes)}" for key, nbytes in sorted(grown))
+    name = f"{setting.machine.name}, with {text}{said}"
+    return replace(setting, machine=replace(setting.machine, name=name))
+
+
+def _budgets(config: RunConfig) -> dict[str, int]:
+    tiers = {"tiers.dram": config.tiers.dram, "tiers.gpu": config.tiers.gpu}
+    return {key: int(nbytes) for key, nbytes in tiers.items() if nbytes is not None}
 
 
 def changed(config: Any, changes: Mapping[str, Any]) -> Any:

@@ -108,7 +108,10 @@ def test_dram_is_told_to_hold_no_more_than_it_has(config: RunConfig, nbytes: str
     }
     if nbytes == "1 GiB":
         durable = sum(nvme.values())
-        assert dram == {**ahead.outlook.step_local, "copies of nvme": durable}
+        rest = case.plan.dram_bytes - sum(ahead.outlook.step_local.values()) - durable
+        assert 0 < rest < case.layout.page_total * case.layout.page_bytes - durable
+        expected = {"copies of nvme": durable, "frames that are not full": rest}
+        assert dram == {**ahead.outlook.step_local, **expected}
     else:
         assert dram.keys() <= {"grad or activation", "copies of nvme"}
 
@@ -144,7 +147,10 @@ def test_what_if_changes_what_it_says_and_nothing_else(config: RunConfig) -> Non
     names = {"dram": config.tiers.dram, "gpu": config.tiers.gpu, "nvme_dirs": config.tiers.nvme_dirs}
     assert changed(more.config, {f"tiers.{name}": value for name, value in names.items()}) == config
     assert what_if(setting, "") == setting
-    assert more.machine.name == f"{WORKSTATION.name}, with dram=64GiB,gpu=32GiB,drives=3,cores=32"
+    grown = f"tiers.dram grown to {more.config.tiers.dram}, tiers.gpu grown to {more.config.tiers.gpu}"
+    said = f"{WORKSTATION.name}, with dram=64GiB,gpu=32GiB,drives=3,cores=32"
+    assert more.machine.name == f"{said}, {grown}"
+    assert what_if(setting, "cores=32").machine.name == f"{WORKSTATION.name}, with cores=32"
     blanks = what_if(setting, " dram = 64GiB , drives = 3 ")
     assert (blanks.machine.host_bytes, len(blanks.machine.drives)) == (64 * gib, 3)
     # With less, budgets stay as they are set: else a remedy would be of another run than the one refused.

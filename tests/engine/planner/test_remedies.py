@@ -19,6 +19,7 @@ from tierstream.engine.planner.case import case_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.machines import machine_file
 from tierstream.engine.planner.outlook import look_ahead
+from tierstream.engine.planner.remedies import _fewer_rows
 from tierstream.engine.planner.what_if import Setting, changed, what_if
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
@@ -57,6 +58,18 @@ def done(remedy: str, config: RunConfig, machine: Machine) -> tuple[RunConfig, M
         value = values[text] if text in values else ByteSize(text)
         config = changed(config, {key: int(text) if "rows" in key else value})
     return config, machine
+
+
+def test_fewer_rows_are_told_with_those_of_a_chunk_where_these_were_more(config: RunConfig) -> None:
+    config = changed(config, {"train.rows_per_step": 8, "train.rows_per_chunk": 4})
+    least = _fewer_rows(Setting(config, SERVER))
+    told = [(what, done(what, config, SERVER)[0]) for what, _ in least]
+    assert [what for what, _ in told] == [
+        "train.rows_per_step: 4",
+        "train.rows_per_chunk: 2, and train.rows_per_step: 2",
+        "train.rows_per_chunk: 1, and train.rows_per_step: 1",
+    ]
+    assert [after.train.rows_per_step for _, after in told] == [4, 2, 1]
 
 
 @pytest.mark.parametrize(
