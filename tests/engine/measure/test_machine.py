@@ -130,7 +130,7 @@ def test_a_run_and_a_plan_foresee_the_same_drive(tmp_path: Path, throttle: dict[
     )  # fmt: skip
     whole.save(tmp_path / "machine.json")
     (planned,) = Machine.from_profile(tmp_path / "machine.json", limits=tiers.throttle.limits).drives
-    assert replace(foreseen, weight=1.0) == planned
+    assert foreseen == planned
     # The bound of the run is that of the same drive.
     rates = with_drives(Rates(flop_per_s=1.0, upload=None, update_parameters_per_s=1.0), found)
     bound = (rates.nvme_read, rates.nvme_write, rates.nvme_read_mixed, rates.nvme_write_mixed)
