@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP, WAITING_TENSORS
 from tierstream.engine.plan import Plan
@@ -41,6 +42,37 @@ class Rates:
     nvme_write: float | None = None
     nvme_read_mixed: float | None = None
     nvme_write_mixed: float | None = None
+
+
+class DriveThroughput(Protocol):
+    """What a drive gives, bytes per second: alone, and while the other direction is busy as well."""
+
+    @property
+    def read(self) -> float: ...
+    @property
+    def write(self) -> float: ...
+    @property
+    def read_mixed(self) -> float: ...
+    @property
+    def write_mixed(self) -> float: ...
+
+
+def side_by_side(rates: Rates, drives: Sequence[tuple[DriveThroughput, float]]) -> Rates:
+    """With what drives give side by side, each its share, which is the second: the one that is done last sets
+    the pace.
+    """
+    whole = sum(share for _, share in drives)
+
+    def together(kind: str) -> float | None:
+        return min((getattr(drive, kind) * whole / share for drive, share in drives), default=None)
+
+    return replace(
+        rates,
+        nvme_read=together("read"),
+        nvme_write=together("write"),
+        nvme_read_mixed=together("read_mixed"),
+        nvme_write_mixed=together("write_mixed"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

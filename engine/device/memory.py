@@ -112,22 +112,6 @@ def divide(
     return division.with_experts(best)
 
 
-def divide_as(
-    units: ModelUnits,
-    layout: Layout,
-    *,
-    boundary_nbytes: int | None,
-    expert_nbytes: int | None,
-    resident: tuple[str, ...],
-    layer_slots: int,
-) -> DeviceMemory:
-    """The division in which these units stay and the streamed layers share so many slots; without pages that
-    pass through.
-    """
-    division = _Division(units, layout, boundary_nbytes, 0, expert_nbytes)
-    return division.with_experts(division.made(resident, layer_slots))
-
-
 def rounds_gradients(layout: Layout) -> bool:
     """Whether pages of gradients are rounded on their way down, in buffers of their own."""
     return any(spec.plane == "grad" and spec.dtype == "bfloat16" for spec in layout.planes.values())

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import torch
 
-from tierstream.engine.bound import Rates
+from tierstream.engine.bound import Rates, side_by_side
 from tierstream.engine.device.device import Device
 from tierstream.engine.measure import adam_rates, compute_rates, copy_rates, step_rates
 from tierstream.engine.plan import TiersConfig
@@ -185,20 +185,7 @@ def _mean_drive(times: Sequence[KnownDrive]) -> KnownDrive:
 def with_drives(rates: Rates, drives: Sequence[KnownDrive]) -> Rates:
     """With what these drives give side by side, each its share: the one that is done last sets the pace."""
     known = [(drive.rates, drive.weight) for drive in drives if drive.rates is not None]
-    whole = sum(weight for _, weight in known)
-
-    def together(kind: str) -> float | None:
-        if not known or len(known) < len(drives):
-            return None
-        return min(getattr(each, kind) * whole / weight for each, weight in known)
-
-    return replace(
-        rates,
-        nvme_read=together("read"),
-        nvme_write=together("write"),
-        nvme_read_mixed=together("read_mixed"),
-        nvme_write_mixed=together("write_mixed"),
-    )
+    return side_by_side(rates, known if len(known) == len(drives) else ())
 
 
 def with_step_rates(rates: Rates, profile: MachineProfile, device: Device) -> Rates:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from tierstream.engine.bound import Bound, Rates, least_traffic, traffic_bound
+from tierstream.engine.bound import Bound, Rates, least_traffic, side_by_side, traffic_bound
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import TierPlan
@@ -30,7 +30,6 @@ from tierstream.engine.planner.simulate import foresee
 from tierstream.engine.planner.what_if import Setting
 from tierstream.io.errors import BudgetError
 from tierstream.io.sizes import format_bytes
-from tierstream.io.transfer import Direction
 from tierstream.tiered.layout import round_up
 
 _GIB = 1 << 30
@@ -213,18 +212,7 @@ def _rates(machine: Machine, directories: Sequence[str]) -> Rates:
     used = machine.drives_of(directories)
     if machine.rates.nvme_read is not None or not used:
         return machine.rates
-    whole = sum(drive.weight for drive in used)
-
-    def together(direction: Direction, *, mixed: bool) -> float:
-        return min(drive.rate(direction, mixed=mixed) * whole / drive.weight for drive in used)
-
-    return replace(
-        machine.rates,
-        nvme_read=together(Direction.READ, mixed=False),
-        nvme_write=together(Direction.WRITE, mixed=False),
-        nvme_read_mixed=together(Direction.READ, mixed=True),
-        nvme_write_mixed=together(Direction.WRITE, mixed=True),
-    )
+    return side_by_side(machine.rates, [(drive, drive.weight) for drive in used])
 
 
 class _Change(NamedTuple):
