@@ -88,6 +88,7 @@ class _Reference(NamedTuple):
 class _LaneWork(NamedTuple):
     """Work of a lane whose stamps cannot be read yet."""
 
+    lane: Lane
     track: Track
     what: str
     unit: str
@@ -122,6 +123,8 @@ class Trace:
         """Record no more; the spans that have ended, in no particular order. Waits for the lanes."""
         self.recording = False
         work, self._lane_work = self._lane_work, []
+        for last in {id(item.lane): item.stamps[-1] for item in work}.values():
+            last.wait()  # a lane works in order
         self.spans += [_resolved(item) for item in work]
         spans, self.spans = self.spans, []
         return spans
@@ -167,12 +170,10 @@ class Trace:
 
 
 def _resolved(work: _LaneWork) -> Span:
-    """The span of a lane's work, on the host's clock."""
-    reference, times = work.reference, []
-    for stamp in work.stamps:
-        stamp.wait()
-        times.append(reference.time_s + stamp.seconds_since(reference.stamp))
-    return Span(work.track, work.what, work.unit, times[0], times[1], enqueued_s=work.enqueued_s)
+    """The span of a lane's work that is done, on the host's clock."""
+    reference = work.reference
+    begin_s, end_s = (reference.time_s + stamp.seconds_since(reference.stamp) for stamp in work.stamps)
+    return Span(work.track, work.what, work.unit, begin_s, end_s, enqueued_s=work.enqueued_s)
 
 
 class _Nothing:
@@ -228,7 +229,8 @@ class _LaneSpan:
         if kind is None:  # after an error the device may be in any state
             stamps = self._stamp, self._lane.stamp()
             enqueued = self._begin_s, time.perf_counter()
-            self._trace._lane_work.append(_LaneWork(*self._labels, stamps, enqueued, self._reference))
+            work = _LaneWork(self._lane, *self._labels, stamps, enqueued, self._reference)
+            self._trace._lane_work.append(work)
 
 
 class TracedDirectory:

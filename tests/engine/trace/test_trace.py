@@ -231,9 +231,11 @@ class LateStamp:
     def wait(self) -> None:
         waits_early = self._lane.busy_until_s > 0 and not self._lane.done
         assert not waits_early, "the host waits for the device in the middle of a step"
+        self._lane.waits += 1
+        self._lane.past_s = max(self._lane.past_s, self._time_s)
 
     def seconds_since(self, earlier: LateStamp) -> float:
-        assert self._lane.done
+        assert self._time_s <= self._lane.past_s
         return self._time_s - earlier._time_s
 
 
@@ -243,6 +245,7 @@ class LateLane(HostLane):
     def __init__(self) -> None:
         super().__init__(None)
         self.busy_until_s, self.done = 0.0, False
+        self.past_s, self.waits = 0.0, 0
 
     def work(self, seconds: float) -> None:
         self.busy_until_s += seconds
@@ -252,16 +255,20 @@ class LateLane(HostLane):
 
 
 def test_a_lane_is_timed_on_its_own_clock_after_the_step() -> None:
-    lane, trace = LateLane(), Trace()
+    lane, other, trace = LateLane(), LateLane(), Trace()
     trace.start(7)
     with trace.step(lane):
         for unit in ("a", "b"):
             lane.work(0.5)  # idle
             with trace.on_lane(Track.COMPUTE, lane, "forward", unit):
                 lane.work(2.0)
-        lane.done = True
-    step, a, b = trace.stop()
-    assert (a.name, b.name, step.name) == ("forward a", "forward b", "step 7")
+            with trace.on_lane(Track.UPLOAD, other, "weight", unit):
+                other.work(4.0)
+        lane.done = other.done = True
+        waits = lane.waits
+    step, a, upload, b, _ = trace.stop()
+    assert (a.name, upload.name, b.name, step.name) == ("forward a", "weight a", "forward b", "step 7")
+    assert (lane.waits - waits, other.waits) == (1, 1)  # a wait for each stamp takes as long as a kernel
     origin = a.begin_s - 0.5
     assert origin == pytest.approx(step.begin_s, abs=0.1)
     times = [a.begin_s, a.end_s, b.begin_s, b.end_s]
