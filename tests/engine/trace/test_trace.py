@@ -21,7 +21,6 @@ from tierstream.engine import plan_report
 from tierstream.engine.bound import Rates
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
-from tierstream.engine.device.device import HostLane
 from tierstream.engine.measure import machine
 from tierstream.engine.metrics import TracedStep
 from tierstream.engine.run.callbacks import Callback
@@ -218,64 +217,6 @@ def test_every_transfer_of_a_drive_is_there(run: Traced) -> None:
         assert len(counted) == 2 * len(spans)
         values = [event["args"]["bytes"] for event in counted]
         assert not values or (min(values) == values[-1] == 0 < max(values))
-
-
-class LateStamp:
-    """A point of a device with a clock of its own, which nobody may ask about before it is past."""
-
-    DEVICE_AHEAD_S = 1e6
-
-    def __init__(self, lane: LateLane, time_s: float) -> None:
-        self._lane, self._time_s = lane, time_s
-
-    def wait(self) -> None:
-        waits_early = self._lane.busy_until_s > 0 and not self._lane.done
-        assert not waits_early, "the host waits for the device in the middle of a step"
-        self._lane.waits += 1
-        self._lane.past_s = max(self._lane.past_s, self._time_s)
-
-    def seconds_since(self, earlier: LateStamp) -> float:
-        assert self._time_s <= self._lane.past_s
-        return self._time_s - earlier._time_s
-
-
-class LateLane(HostLane):
-    """A device that works off its queue slower than the host fills it."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.busy_until_s, self.done = 0.0, False
-        self.past_s, self.waits = 0.0, 0
-
-    def work(self, seconds: float) -> None:
-        self.busy_until_s += seconds
-
-    def stamp(self) -> LateStamp:  # type: ignore[override]
-        return LateStamp(self, LateStamp.DEVICE_AHEAD_S + self.busy_until_s)
-
-
-def test_a_lane_is_timed_on_its_own_clock_after_the_step() -> None:
-    lane, other, trace = LateLane(), LateLane(), Trace()
-    trace.start(7)
-    with trace.step(lane):
-        for unit in ("a", "b"):
-            lane.work(0.5)  # idle
-            with trace.on_lane(Track.COMPUTE, lane, "forward", unit):
-                lane.work(2.0)
-            with trace.on_lane(Track.UPLOAD, other, "weight", unit):
-                other.work(4.0)
-        lane.done = other.done = True
-        waits = lane.waits
-    step, a, upload, b, _ = trace.stop()
-    assert (a.name, upload.name, b.name, step.name) == ("forward a", "weight a", "forward b", "step 7")
-    assert (lane.waits - waits, other.waits) == (1, 1)  # a wait for each stamp takes as long as a kernel
-    origin = a.begin_s - 0.5
-    assert origin == pytest.approx(step.begin_s, abs=0.1)
-    times = [a.begin_s, a.end_s, b.begin_s, b.end_s]
-    assert [time - origin for time in times] == pytest.approx([0.5, 2.5, 3.0, 5.0])
-    assert a.enqueued_s is not None
-    assert b.enqueued_s is not None
-    assert step.begin_s <= a.enqueued_s[0] <= a.enqueued_s[1] <= b.enqueued_s[0] <= step.end_s
 
 
 def lane_span(track: Track, what: str, unit: str, begin: float, end: float, enqueued: float) -> Span:
