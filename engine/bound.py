@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP, WAITING_TENSORS
 from tierstream.engine.plan import Plan
-from tierstream.tiered.layout import ITEM_BYTES, Layout, Page
+from tierstream.tiered.layout import ITEM_BYTES, Layout, Page, PlaneSpec
 from tierstream.tiered.store import Intent
 
 
@@ -25,6 +25,7 @@ class Rates:
         upload, download: between host memory and a GPU.
         device_memory: read and written, of the device that computes.
         launch_s: of one operation of torch, on the host.
+        host_memory: read and written by all cores, as an update does.
         host_copy: of a copy within host memory, by one thread.
         page_s: what Python takes for the use of a page. wake_s: what a thread takes to wake up another.
     """
@@ -35,6 +36,7 @@ class Rates:
     download: float | None = None
     device_memory: float = math.inf
     launch_s: float = 0.0
+    host_memory: float = math.inf
     host_copy: float = math.inf
     page_s: float = 0.0
     wake_s: float = 0.0
@@ -170,6 +172,7 @@ def step_bound(
     parameters: int,
     read_bytes: int,
     written_bytes: int,
+    host_update_bytes: int = 0,
     device_update_bytes: int = 0,
     cpu_updates: bool = True,
     after_updates_flop: float | None = None,
@@ -179,6 +182,7 @@ def step_bound(
 
     Args:
         upload_bytes: weights that must go to the device.
+        host_update_bytes: what an update of all moves through host memory, wherever it is computed.
         device_update_bytes: what goes to the device to update all parameters there; 0: none is updated there.
         cpu_updates: the CPU updates as well, or alone.
         after_updates_flop: what begins only when all updates of the step are done; None: they may come any
@@ -193,7 +197,7 @@ def step_bound(
             # Where the CPU and the link are busy equally long, neither could take over anything.
             share = max(0.0, on_cpu_s - upload_s) / (on_cpu_s + on_device_s) if cpu_updates else 1.0
         seconds["upload"] = upload_s + share * on_device_s
-    seconds["update"] = (1 - share) * on_cpu_s
+    seconds["update"] = max((1 - share) * on_cpu_s, host_update_bytes / rates.host_memory)
     if after_updates_flop is not None and parameters:
         update_s = max(seconds["update"], share * on_device_s)
         seconds[UPDATE_THEN_BACKWARD] = update_s + after_updates_flop / rates.flop_per_s
@@ -220,23 +224,42 @@ def plan_bound(
 
 def traffic_bound(rates: Rates, plan: Plan, layout: Layout, read_bytes: int, written_bytes: int) -> Bound:
     """`plan_bound`, where it is known what the drives must read and write."""
-    resident = set(plan.device.resident)
-    streamed = {key: spec for key, spec in layout.planes.items() if key[0] not in resident}
-    weights = [spec for (_, plane), spec in streamed.items() if plane == "weight"]
-    updated = [spec for spec in weights if (spec.unit, "exp_avg") in streamed]
-    moved_bytes = 0
-    if plan.gpu_updates:
-        names = {spec.unit for spec in updated}
-        moved_bytes = sum(spec.nbytes for spec in streamed.values() if spec.unit in names)
+    streamed = _streamed(plan, layout)
+    updated = _updated(streamed)
     flop = plan.flop_per_step - plan.spared_flop
     return step_bound(
         rates,
         flop=flop,
-        upload_bytes=sum(spec.nbytes for spec in weights),
-        parameters=sum(t.numel for spec in updated for t in spec.tensors),
+        upload_bytes=sum(spec.nbytes for spec in streamed if spec.plane == "weight"),
+        parameters=sum(t.numel for spec in updated if spec.plane == "weight" for t in spec.tensors),
         read_bytes=read_bytes,
         written_bytes=written_bytes,
-        device_update_bytes=moved_bytes,
+        host_update_bytes=_through_host(updated),
+        device_update_bytes=sum(spec.nbytes for spec in updated) if plan.gpu_updates else 0,
         cpu_updates=plan.cpu_updates,
         after_updates_flop=None if plan.updates_in_backward else flop - plan.forward_flop,
     )
+
+
+def update_bytes(plan: Plan, layout: Layout) -> float:
+    """Bytes that the update of a parameter moves through host memory, wherever it is computed: state is read
+    and written, the gradient is read. 0 where nothing is updated but what stays on the device.
+    """
+    updated = _updated(_streamed(plan, layout))
+    elements = sum(spec.numel for spec in updated if spec.plane == "weight")
+    return _through_host(updated) / elements if elements else 0.0
+
+
+def _streamed(plan: Plan, layout: Layout) -> list[PlaneSpec]:
+    resident = set(plan.device.resident)
+    return [spec for (unit, _), spec in layout.planes.items() if unit not in resident]
+
+
+def _updated(planes: Sequence[PlaneSpec]) -> list[PlaneSpec]:
+    """Planes of units that are trained."""
+    trained = {spec.unit for spec in planes if spec.plane == "exp_avg"}
+    return [spec for spec in planes if spec.unit in trained]
+
+
+def _through_host(updated: Sequence[PlaneSpec]) -> int:
+    return sum((2 if spec.durable else 1) * spec.nbytes for spec in updated)

@@ -23,7 +23,7 @@ from tierstream.io.measure import measure
 from tierstream.io.scratch import ScratchFolder
 from tierstream.io.throttle import Limits
 
-FORMAT = 2
+FORMAT = 3
 THREADS_MAX = 1024
 _QUICK_FILE_BYTES = 64 << 20
 _LONG_FILE_BYTES_MAX = 4 << 30
@@ -34,7 +34,7 @@ _SPARE_FILES = 4
 #: What a section of figures holds, if it holds any.
 _FIGURES = {
     "copy": {"upload", "download", "both"},
-    "host": {"bytes", "cores", "copy", "page_s", "wake_s"},
+    "host": {"bytes", "cores", "memory", "copy", "page_s", "wake_s"},
     "device": {"bytes", "memory", "launch_s"},
 }
 #: Figures that are counted, and what is plausible of them.
@@ -118,8 +118,9 @@ class MachineProfile:
             once ("both").
         update: AdamW with the split master, parameters per second, by number of threads.
         compute: FLOP per second of a large matrix product, by dtype.
-        host: "bytes" of memory, "cores", bytes per second of a "copy" by one thread, the seconds of Python
-            that the use of a page takes ("page_s") and those in which a thread wakes another ("wake_s").
+        host: "bytes" of memory, "cores", bytes per second of "memory" (read and written by all cores, as
+            AdamW does) and of a "copy" by one thread, the seconds of Python that the use of a page takes
+            ("page_s") and those in which a thread wakes another ("wake_s").
         device: of the GPU, or of the CPU where there is none: "bytes" of its memory, bytes per second of
             "memory", and the seconds of one operation of torch ("launch_s").
     """

@@ -200,6 +200,7 @@ def with_step_rates(rates: Rates, profile: MachineProfile, device: Device) -> Ra
         download=copy.get("download"),
         device_memory=own["memory"],
         launch_s=own["launch_s"],
+        host_memory=host["memory"],
         host_copy=host["copy"],
         page_s=host["page_s"],
         wake_s=host["wake_s"],

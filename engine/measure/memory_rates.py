@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstream import _native
+from tierstream.engine.measure.compute_rates import QUICK_ROUNDS
 from tierstream.io.host_memory import allocate
-from tierstream.io.measure import Case, Sample, timed
+from tierstream.io.measure import Case, Sample, measure, timed
+from tierstream.io.memory import memory_budget
 from tierstream.io.probes import last_level_cache_bytes
 
 #: Streams of the pattern "update", the last of which is only read.
@@ -24,6 +26,8 @@ _ALIGN_BYTES = 4096
 _CACHE_BYTES = 512 << 20
 #: So many times the last-level cache: what of it is still there from the run before counts little.
 _TIMES_CACHE = 4
+#: Share of the free memory that a quick measurement may take, one part in so many; what it takes at least.
+_QUICK_MEMORY_SHARE, _QUICK_BYTES_LEAST = 16, 1 << 20
 
 
 def host_array(count: int, dtype: type[np.generic]) -> NDArray[Any]:
@@ -60,6 +64,15 @@ def memory_cases(nbytes: int, threads: Sequence[int]) -> list[Case]:
         for name, (moved, run) in patterns.items()
         for count in threads
     ]
+
+
+def memory_rate(threads: int) -> float:
+    """Bytes per second of the pattern "update", the best of several rounds."""
+    affordable = memory_budget().available_bytes // _QUICK_MEMORY_SHARE
+    cases = memory_cases(min(buffer_bytes(), max(_QUICK_BYTES_LEAST, affordable)), [threads])
+    (update,) = (case for case in cases if case.labels["pattern"] == "update")
+    (found,) = measure([update], rounds=QUICK_ROUNDS)
+    return max(found.rates)
 
 
 def _runner(run: Callable[[int], object], moved_bytes: int, threads: int) -> Callable[[], Sample]:

@@ -1,6 +1,6 @@
-"""What else a step takes of a machine: Python for each page, copies within host memory, the device's own
-memory, launching operations, and threads that wake each other. Medians, since a forecast is of what a run
-meets; all of it in a few seconds.
+"""What else a step takes of a machine: Python for each page, host memory and copies within it, the device's
+own memory, launching operations, and threads that wake each other. Medians, since a forecast is of what a
+run meets; all of it in a few seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierstream import _native
 from tierstream.engine.device.device import Device
 from tierstream.engine.device.page_copies import PageCopies
 from tierstream.engine.measure.compute_rates import QUICK_ROUNDS
-from tierstream.engine.measure.memory_rates import host_array
+from tierstream.engine.measure.memory_rates import host_array, memory_rate
 from tierstream.engine.trace.trace import Trace, Track
 from tierstream.io.measure import Case, measure, timed
 from tierstream.io.memory import memory_budget
@@ -31,9 +31,11 @@ _PAGES, _LAUNCHES, _WAKES = 256, 1000, 1000
 def host_figures() -> dict[str, float]:
     """For `MachineProfile.host`."""
     source, target = (host_array(_COPY_BYTES // 4, np.float32) for _ in range(2))
+    cores = len(os.sched_getaffinity(0))
     return {
         "bytes": memory_budget().tightest.limit_bytes,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores,
+        "memory": memory_rate(cores),
         "copy": _rate(_COPY_BYTES, "B", lambda: _native.memory_copy(source, target, 1)),
         "page_s": 1 / _page_rate(),
         "wake_s": 1 / _wake_rate(),

@@ -163,84 +163,140 @@ class Dedicated:
         return seconds
 
 
-class _Job:
-    __slots__ = ("done", "left_s", "threads")
+class Bandwidth:
+    """What the work of several pools moves its bytes through, as the host's memory: where it is to move more
+    than that gives, all of it slows down alike.
 
-    def __init__(self, left_s: float, threads: int, done: Moment) -> None:
-        self.left_s, self.threads, self.done = left_s, threads, done
+    Args:
+        rate: bytes per second.
+
+    Attributes:
+        speed: of work that moves bytes, as a share of that which it has alone.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self.speed = rate, 1.0
+        self._pools: list[Cores] = []
+
+    def join(self, pool: Cores) -> None:
+        self._pools.append(pool)
+
+    def reckon(self) -> None:
+        """A pool is to move more or less than before."""
+        wanted = sum([pool.moves for pool in self._pools])
+        speed = self._rate / wanted if wanted > self._rate else 1.0
+        if speed != self.speed:
+            for pool in self._pools:
+                pool.advance()
+            self.speed = speed
+            for pool in self._pools:
+                pool.reckon()
+
+
+class _Job:
+    __slots__ = ("done", "left_s", "moves", "threads")
+
+    def __init__(self, left_s: float, threads: int, moves: float, done: Moment) -> None:
+        self.left_s, self.threads, self.moves, self.done = left_s, threads, moves, done
 
 
 class Cores:
     """The processor's cores, which threads share evenly: where there are more of them than cores, all slow
     down alike.
+
+    Args:
+        memory: what work moves its bytes through; None: as many as it likes.
+
+    Attributes:
+        moves: bytes per second that its work would move there if it had that for itself.
     """
 
-    def __init__(self, clock: Clock, number: int) -> None:
+    def __init__(self, clock: Clock, number: int, memory: Bandwidth | None = None) -> None:
         self._clock, self._number = clock, number
+        self._memory = memory
+        if memory is not None:
+            memory.join(self)
         self._jobs: list[_Job] = []
         self._wanted = 0  # cores, by all jobs
         self._since_s = 0.0
         self._version = 0
+        self.moves = 0.0
         self.busy_s = 0.0
         """Core seconds."""
 
-    def threads(self, number: int) -> Server:
-        """Serves work that `number` threads do at once; its seconds are those that it takes alone."""
-        return _Threads(self, min(number, self._number))
+    def threads(self, number: int, moves: float = 0.0) -> Server:
+        """Serves work that `number` threads do at once; its seconds are those that it takes alone, in each of
+        which it moves so many bytes through the memory.
+        """
+        return _Threads(self, min(number, self._number), 0.0 if self._memory is None else moves)
 
-    def begin(self, seconds: float, threads: int) -> Moment:
-        self._advance()
+    def begin(self, seconds: float, threads: int, moves: float) -> Moment:
+        self.advance()
         done = self._clock.moment()
-        self._jobs.append(_Job(seconds, threads, done))
+        self._jobs.append(_Job(seconds, threads, moves, done))
         self._wanted += threads
-        self._reckon()
+        self._changed()
         return done
 
     def _speed(self) -> float:
         return 1.0 if self._wanted <= self._number else self._number / self._wanted
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Until now."""
         passed, self._since_s = self._clock.now_s - self._since_s, self._clock.now_s
         if not self._jobs or not passed:
             return
         done_s = passed * self._speed()
+        slowed_s = done_s if self._memory is None else done_s * self._memory.speed
         for job in self._jobs:
-            job.left_s -= done_s
-            self.busy_s += done_s * job.threads
+            own_s = slowed_s if job.moves else done_s
+            job.left_s -= own_s
+            self.busy_s += own_s * job.threads
 
-    def _reckon(self) -> None:
+    def _changed(self) -> None:
+        """A job came or went."""
+        if self._memory is not None:
+            moves = sum([job.moves for job in self._jobs]) * self._speed()
+            if moves != self.moves:
+                self.moves = moves
+                self._memory.reckon()
+        self.reckon()
+
+    def reckon(self) -> None:
         """Find out when the next job ends."""
         self._version += 1
         if self._jobs:
-            left_s = max(0.0, self._least_s())
-            self._clock.after(left_s / self._speed(), partial(self._end, self._version))
+            left_s = max(0.0, min(self._left_s()))
+            self._clock.after(left_s, partial(self._end, self._version))
 
-    def _least_s(self) -> float:
-        """Of the job that ends next; most often there is one alone."""
-        jobs = self._jobs
-        return jobs[0].left_s if len(jobs) == 1 else min([job.left_s for job in jobs])
+    def _left_s(self) -> list[float]:
+        """Until each job ends, if nothing changes before."""
+        speed = self._speed()
+        slowed = speed if self._memory is None else speed * self._memory.speed
+        return [job.left_s / (slowed if job.moves else speed) for job in self._jobs]
 
     def _end(self, version: int) -> None:
         if version != self._version:
             return  # somebody came meanwhile
-        self._advance()
-        ended = self._least_s() + 1e-12
+        self.advance()
+        left_s = self._left_s()
+        ended = min(left_s) + 1e-12
         jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            if job.left_s > ended:
+        for job, own_s in zip(jobs, left_s, strict=True):
+            if own_s > ended:
                 self._jobs.append(job)
             else:
                 self._wanted -= job.threads
                 job.done.set()
-        self._reckon()
+        self._changed()
 
 
 class _Threads:
-    def __init__(self, cores: Cores, number: int) -> None:
-        self._cores, self._number = cores, number
+    def __init__(self, cores: Cores, number: int, moves: float) -> None:
+        self._cores, self._number, self._moves = cores, number, moves
 
     def serve(self, seconds: float) -> Wait:
-        return self._cores.begin(seconds, self._number) if seconds > 0 else 0.0
+        return self._cores.begin(seconds, self._number, self._moves) if seconds > 0 else 0.0
 
 
 class Lane:

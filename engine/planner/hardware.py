@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from tierstream.engine.bound import update_bytes
 from tierstream.engine.planner.case import Case
-from tierstream.engine.planner.clock import Clock, Cores, Dedicated, Lane, Moment, Server, Wait
+from tierstream.engine.planner.clock import Bandwidth, Clock, Cores, Dedicated, Lane, Moment, Server, Wait
 from tierstream.engine.planner.drive import SimulatedDrive
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.store import SimulatedStore
@@ -93,6 +94,9 @@ class Hardware:
         compute: its compute lane. up, down: links to it and back.
         kernel: where AdamW runs on the CPU, with all of its threads.
         interpreter: where Python runs.
+
+    AdamW and what goes to the device and back share the host's memory. What drives move through it is left
+    out, as what the CPU does where it is the device: they are slower by far, and it takes all cores anyway.
     """
 
     def __init__(self, case: Case, machine: Machine) -> None:
@@ -100,17 +104,19 @@ class Hardware:
         self.notes = Notes(clock)
         self.rates = rates = machine.rates
         self.in_host = machine.gpu_bytes is None
-        self.cores = cores = Cores(clock, machine.cores)
+        memory = None if self.in_host else Bandwidth(rates.host_memory)
+        self.cores = cores = Cores(clock, machine.cores, memory)
         threads = case.config.optimizer.threads_of(machine.cores)
+        moves = rates.update_parameters_per_s * update_bytes(case.plan, case.layout)
         self.interpreter = Lane(clock, cores.threads(1))
-        self.kernel = Lane(clock, cores.threads(threads))
+        self.kernel = Lane(clock, cores.threads(threads, moves))
         self.compute = Lane(clock, cores.threads(machine.cores) if self.in_host else Dedicated())
         if self.in_host:
             self.up, self.down = (Link(clock, rates.host_copy, lambda: cores.threads(1)) for _ in range(2))
         else:
             upload = rates.upload or math.inf
-            self.up = _shared_link(clock, upload)
-            self.down = _shared_link(clock, rates.download or upload)
+            self.up = _shared_link(clock, upload, memory)
+            self.down = _shared_link(clock, rates.download or upload, memory)
         names = case.config.tiers.nvme_dirs or []
         self.drives = [SimulatedDrive(clock, drive) for drive in machine.drives_of(names)]
         plan = case.plan
@@ -128,6 +134,6 @@ class Hardware:
         return moment
 
 
-def _shared_link(clock: Clock, rate: float) -> Link:
-    link = Cores(clock, 1)
-    return Link(clock, rate, lambda: link.threads(1))
+def _shared_link(clock: Clock, rate: float, memory: Bandwidth | None) -> Link:
+    link = Cores(clock, 1, memory)
+    return Link(clock, rate, lambda: link.threads(1, rate))

@@ -147,6 +147,7 @@ class Machine:
                 update_parameters_per_s=_update_rate(profile.update, threads_of(int(host["cores"]))),
                 device_memory=device["memory"],
                 launch_s=device["launch_s"],
+                host_memory=host["memory"],
                 host_copy=host["copy"],
                 page_s=host["page_s"],
                 wake_s=host["wake_s"],

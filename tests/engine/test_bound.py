@@ -172,6 +172,18 @@ def test_cpu_and_link_share_the_update_until_both_are_busy_equally_long() -> Non
     )
 
 
+def test_an_update_is_no_faster_than_host_memory_wherever_it_is_computed() -> None:
+    rates = Rates(flop_per_s=1e12, upload=1e9, update_parameters_per_s=1e9, host_memory=28e9)
+    for device_bytes, cpu in ((0, True), (14 * 10**6, True), (14 * 10**6, False)):
+        bound = step_bound(
+            rates, flop=1e12, upload_bytes=0, parameters=10**9, read_bytes=0, written_bytes=0,
+            host_update_bytes=28 * 10**9, device_update_bytes=device_bytes, cpu_updates=cpu,
+            after_updates_flop=0.5e12,
+        )  # fmt: skip
+        assert bound.seconds["update"] == pytest.approx(1.0)
+        assert bound.seconds[UPDATE_THEN_BACKWARD] == pytest.approx(1.5)
+
+
 @given(*[st.floats(0.001, 10.0)] * 3)
 def test_sharing_the_update_is_never_slower_and_no_split_is_faster(
     update_s: float, upload_s: float, through_device_s: float

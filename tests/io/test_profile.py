@@ -30,7 +30,7 @@ PROFILE = MachineProfile(
     cpu="a", gpu="b", measured="2026-01-02T03:04:05+00:00", drives=(DRIVE,),
     copy={"upload": 5e10, "download": 4e10, "both": 6e10}, update={"8": 1e9},
     compute={"cpu bfloat16": 8e11},
-    host={"bytes": 1 << 35, "cores": 8, "copy": 1e10, "page_s": 1e-5, "wake_s": 7e-6},
+    host={"bytes": 1 << 35, "cores": 8, "memory": 4e10, "copy": 1e10, "page_s": 1e-5, "wake_s": 7e-6},
     device={"bytes": 1 << 34, "memory": 8e11, "launch_s": 8e-6},
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plain: plain.update(format=0), "its format is 0, this version reads 2"),
+        (lambda plain: plain.update(format=0), "its format is 0, this version reads 3"),
         (lambda plain: plain.pop("copy"), "keys copy are missing or unknown"),
         (lambda plain: plain.update(colour=1), "keys colour are missing or unknown"),
         (

@@ -99,6 +99,7 @@ def _print(profile: MachineProfile) -> None:
     rows += [(f"copies, {what}", f"{rate / 1e9:.1f} GB/s") for what, rate in profile.copy.items()]
     rows += [
         ("Python for a page", f"{1e6 * profile.host['page_s']:.0f} us"),
+        ("host memory, all cores", f"{profile.host['memory'] / 1e9:.0f} GB/s"),
         ("copies in host memory, 1 thread", f"{profile.host['copy'] / 1e9:.1f} GB/s"),
         ("memory of the device", f"{profile.device['memory'] / 1e9:.0f} GB/s"),
         ("launch of an operation", f"{1e6 * profile.device['launch_s']:.1f} us"),

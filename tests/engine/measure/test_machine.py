@@ -126,7 +126,7 @@ def test_a_run_and_a_plan_foresee_the_same_drive(tmp_path: Path, throttle: dict[
     (foreseen,) = drive_rates(found, tiers.throttle.limits)
     whole = replace(
         mine, compute={"cpu bfloat16": 1e11}, device={"bytes": 1 << 30, "memory": 1e10, "launch_s": 1e-5},
-        host={"bytes": 1 << 30, "cores": 2, "copy": 1e10, "page_s": 1e-5, "wake_s": 1e-5},
+        host={"bytes": 1 << 30, "cores": 2, "memory": 4e10, "copy": 1e10, "page_s": 1e-5, "wake_s": 1e-5},
     )  # fmt: skip
     whole.save(tmp_path / "machine.json")
     (planned,) = Machine.from_profile(tmp_path / "machine.json", limits=tiers.throttle.limits).drives

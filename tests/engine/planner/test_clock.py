@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierstream.engine.planner.clock import Clock, Cores, Credits, Dedicated, Lane, Steps
+from tierstream.engine.planner.clock import Bandwidth, Clock, Cores, Credits, Dedicated, Lane, Server, Steps
 from tierstream.engine.planner.drive import DriveRates, SimulatedDrive
 from tierstream.io.errors import InvariantError
 from tierstream.io.transfer import Direction
@@ -27,6 +27,45 @@ def test_threads_share_cores_evenly() -> None:
     clock.run_until(lambda: len(ends) == 2)
     assert ends == pytest.approx({"wide": 1.25, "narrow": 1.75})
     assert cores.busy_s == pytest.approx(2 * 1.0 + 1.0)
+
+
+def test_what_moves_bytes_shares_the_memory() -> None:
+    """Memory for 10 bytes a second. An update wants 8 for 1 s and a link 6 for 1 s, from 0.3 s on: 14
+    together, so both at 10/14 of their speed. The update ends 0.98 s later, the link's last 0.3 s are alone.
+    Work that moves nothing is not slowed down.
+    """
+    clock, ends = Clock(), dict[str, float]()
+    memory = Bandwidth(10.0)
+    cores, link = Cores(clock, 4, memory), Cores(clock, 1, memory)
+
+    def work(name: str, server: Server, begin_s: float) -> Steps[None]:
+        yield begin_s
+        yield server.serve(1.0)
+        ends[name] = clock.now_s
+
+    clock.start(work("update", cores.threads(2, 8.0), 0.0))
+    clock.start(work("link", link.threads(1, 6.0), 0.3))
+    clock.start(work("python", cores.threads(1), 0.3))
+    clock.run_until(lambda: len(ends) == 3)
+    assert ends == pytest.approx({"update": 0.3 + 0.7 * 1.4, "python": 1.3, "link": 0.3 + 0.7 * 1.4 + 0.3})
+
+
+def test_who_shares_a_link_moves_no_more_bytes_than_it_has() -> None:
+    """Two copies of 1 s each on a link of 6 bytes a second take 2 s; for the update beside them 8 are left.
+    """
+    clock, ends = Clock(), dict[str, float]()
+    memory = Bandwidth(14.0)
+    cores, link = Cores(clock, 4, memory), Cores(clock, 1, memory)
+
+    def work(name: str, server: Server, seconds: float) -> Steps[None]:
+        yield server.serve(seconds)
+        ends[name] = clock.now_s
+
+    for name in ("one", "other"):
+        clock.start(work(name, link.threads(1, 6.0), 1.0))
+    clock.start(work("update", cores.threads(2, 8.0), 3.0))
+    clock.run_until(lambda: len(ends) == 3)
+    assert ends == pytest.approx({"one": 2.0, "other": 2.0, "update": 3.0})
 
 
 def test_a_lane_keeps_its_order_and_waits_for_others() -> None:

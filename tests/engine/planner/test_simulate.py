@@ -129,6 +129,28 @@ def test_nothing_faster_makes_a_step_slower(tmp_path: Path, early: bool) -> None
         assert step_s(fast) <= 1.02 * slow_s
 
 
+@pytest.mark.parametrize(("room", "gain"), [(1.0, 1.0), (2.0, 1.5)])
+def test_cpu_and_device_update_no_faster_than_host_memory_gives(
+    tmp_path: Path, room: float, gain: float
+) -> None:
+    """The update sets the pace. Alone the CPU moves 28 bytes for each of 1e6 parameters in a second; the link
+    has time for three times as many.
+    """
+    rates = Rates(flop_per_s=1e15, upload=1e8, update_parameters_per_s=1e6, host_memory=room * 28e6)
+    machine = replace(GPU, drives=(), rates=rates)
+
+    def step_s(placement: Any) -> float:
+        config = config_of(tmp_path, tiny_config(layers=3))
+        config.optimizer = OptimizerConfig(placement=placement)
+        return simulate(case_of(config, machine), machine).step_s
+
+    alone_s, both_s = step_s("cpu"), step_s("both")
+    if room == 1.0:
+        assert both_s >= 0.97 * alone_s  # less only by what the CPU waits for
+    else:
+        assert alone_s / both_s >= gain
+
+
 @pytest.mark.parametrize("mode", ["dense", "lazy", "frozen"])
 def test_idle_experts_cost_what_their_mode_says(tmp_path: Path, mode: str) -> None:
     """Two of eight experts have tokens, the same in each step."""

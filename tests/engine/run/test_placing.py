@@ -20,7 +20,7 @@ from tierstream.engine.trainer import Trainer
 from tierstream.io.errors import BudgetError
 from tierstream.io.profile import MachineProfile
 
-HOST = {"bytes": 1 << 30, "cores": 2, "copy": 5e9, "page_s": 1e-4, "wake_s": 1e-5}
+HOST = {"bytes": 1 << 30, "cores": 2, "memory": 4e10, "copy": 5e9, "page_s": 1e-4, "wake_s": 1e-5}
 DEVICE = {"bytes": 1 << 30, "memory": 1e10, "launch_s": 1e-6}
 
 

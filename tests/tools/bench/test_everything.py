@@ -30,7 +30,7 @@ def known_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         copy_rates, "quick_rates", lambda device: {"upload": 13e9, "download": 13e9, "both": 13e9}
     )
-    host = {"bytes": 1 << 33, "cores": 2, "copy": 5e9, "page_s": 5e-5, "wake_s": 2e-5}
+    host = {"bytes": 1 << 33, "cores": 2, "memory": 4e10, "copy": 5e9, "page_s": 5e-5, "wake_s": 2e-5}
     own = {"bytes": 1 << 33, "memory": 1e10, "launch_s": 1e-5}
     monkeypatch.setattr(step_rates, "host_figures", lambda: host)
     monkeypatch.setattr(step_rates, "device_figures", lambda device: own)
