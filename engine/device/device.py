@@ -3,7 +3,7 @@
 A lane is an ordered queue of work: on CUDA a stream, on the CPU simply the thread that uses it. `record`
 marks a point of a lane, `wait` orders another lane behind it, `when_done` runs a callback on the host once
 the lane has come that far (a stream is watched by a thread of its own, so that the one who enqueues never
-waits). Three lanes are there from the begin: `compute`, `upload` (weights and boundary activations to the
+waits). Three lanes work from the begin: `compute`, `upload` (weights and boundary activations to the
 device) and `download` (gradients and boundary activations from it).
 
 The tests put random delays and NaN poison into this seam (`CopyFaults`): an ordering that holds only by luck
@@ -217,6 +217,9 @@ class Device:
     """The device that computes, with its lanes and the few operations that differ between CUDA and the CPU.
 
     Attributes:
+        compute, upload, download: its lanes.
+        still: a lane that nothing is enqueued on, so that a stamp of it is of the moment. One of another lane
+            waits for its turn: on an H200 behind copies of `download`, after `compute` had read a number.
         kernels: the optimizer's arithmetic.
         product_rows: of `PRODUCT_ROWS`.
     """
@@ -243,7 +246,7 @@ class Device:
         self.kernels: Kernels = CudaKernels(self.torch_device) if self.is_cuda else HostKernels()
         self._lanes: list[Lane] = []
         self.compute = self.lane(torch.cuda.current_stream() if self.is_cuda else None)
-        self.upload, self.download = self.lane(), self.lane()
+        self.upload, self.download, self.still = self.lane(), self.lane(), self.lane()
 
     def lane(self, stream: torch.cuda.Stream | None = None) -> Lane:
         """One more lane, closed with the device. `stream`: what it works on; None: one of its own."""

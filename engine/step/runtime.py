@@ -178,7 +178,7 @@ class Runtime:
         Without a trained token there is nothing to compute: no sweep runs, no counter moves, and a pending
         update stays pending.
         """
-        with self.trace.step(self.device.compute):
+        with self.trace.step(self.device.still):
             outcome = self._step(batch)
         collect_now_and_then(outcome.verdict.update)
         return outcome

@@ -7,7 +7,7 @@ There is one `Trace` per run. It always counts what the computation waits for (`
 Work of a lane is timed where it happens: a stamp goes into the queue before it and one behind it. On CUDA
 these are timing events, read when the step has ended, so the host waits for nothing more than without a
 trace; on the CPU they are readings of the host's clock. The clock of the device is brought to the host's by a
-stamp at the begin of each step, when the compute lane is idle; the stamps are read when the trace ends.
+stamp of an idle lane at the begin of each step; the stamps are read when the trace ends.
 
 `file` writes the spans for a viewer, `summary` says what the lane `compute` waited for.
 """
@@ -155,7 +155,11 @@ class Trace:
 
     @contextmanager
     def step(self, lane: Lane) -> Iterator[None]:
-        """One step, from an idle compute lane until its verdict; `lane` is that lane."""
+        """One step, from an idle compute lane until its verdict.
+
+        Args:
+            lane: one with nothing to do, for the host waits for its stamp.
+        """
         if not self.recording:
             yield
             return

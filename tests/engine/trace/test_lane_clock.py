@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.rig import Setup, batches, rig
 
 from tierstream.engine.device.device import HostLane
 from tierstream.engine.trace.trace import Trace, Track
@@ -64,3 +65,27 @@ def test_a_lane_is_timed_on_its_own_clock_after_the_step() -> None:
     assert a.enqueued_s is not None
     assert b.enqueued_s is not None
     assert step.begin_s <= a.enqueued_s[0] <= a.enqueued_s[1] <= b.enqueued_s[0] <= step.end_s
+
+
+class BusyLane(HostLane):
+    """One that has work queued, as far as anybody knows who has not waited for it."""
+
+    def stamp(self) -> BusyStamp:  # type: ignore[override]
+        return BusyStamp()
+
+
+class BusyStamp:
+    def wait(self) -> None:
+        raise AssertionError("the host waits for a lane that works")
+
+
+def test_a_traced_step_waits_for_no_lane_that_works() -> None:
+    """The updates of the step before, and with them its layers, would begin that much later."""
+    with rig(Setup(trace=True)) as run:
+        device, batch = run.runtime.device, list(batches(1))
+        for lane in (device.compute, device.upload, device.download):
+            lane.stamp = BusyLane(None).stamp  # type: ignore[method-assign]
+        run.train([batch[0]])
+        assert run.trace.recording
+        with pytest.raises(AssertionError, match="a lane that works"):
+            run.trace.stop()  # then it does: they were stamped
