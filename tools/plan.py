@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,10 +76,15 @@ def plan(options: PlanOptions) -> int:
         if path is not None and path != "-":
             check_file(option, path)
     with ExitStack() as stack:
-        # What draws is imported on another core meanwhile.
+        # What draws is imported on another core meanwhile, and draws there before all else is known.
         draw = None if options.picture is None else stack.enter_context(companion(_ready_to_draw, _drawn))
-        machine = _machine(options)
-        ahead, chosen = _ahead(options, machine)
+        pictures = list[Callable[[], bytes]]()
+
+        def show(ahead: Ahead) -> None:
+            if draw is not None:
+                pictures.append(draw(ahead))
+
+        ahead, chosen = _ahead(options, _machine(options), show)
         if options.json is not None:
             text = json.dumps(dataclasses.asdict(ahead.outlook) | {"chosen": chosen}, indent=2) + "\n"
             if options.json == "-":
@@ -91,13 +96,15 @@ def plan(options: PlanOptions) -> int:
             from tierstream.tools.tables import open_console
 
             print_outlook(open_console(sys.stdout), ahead.outlook)
-        if options.picture is not None and draw is not None:
-            write_output(options.picture, draw(ahead))
+        if options.picture is not None:
+            write_output(options.picture, pictures[0]())
     return 0
 
 
-def _ahead(options: PlanOptions, machine: Machine) -> tuple[Ahead, dict[str, Any]]:
-    """With what was chosen."""
+def _ahead(
+    options: PlanOptions, machine: Machine, show: Callable[[Ahead], None]
+) -> tuple[Ahead, dict[str, Any]]:
+    """With what was chosen. See `look_ahead` for `show`."""
     from tierstream.engine.planner.choose import choose  # takes seconds to import
     from tierstream.engine.planner.outlook import look_ahead
     from tierstream.engine.planner.what_if import Setting, what_if
@@ -109,14 +116,17 @@ def _ahead(options: PlanOptions, machine: Machine) -> tuple[Ahead, dict[str, Any
         config, chosen = choice.config, dict(choice.values)
         if options.json != "-":
             print(f"Chosen: {choice.describe()}")
-    return look_ahead(config, setting.machine, price_per_hour=options.price), chosen
+    return look_ahead(config, setting.machine, price_per_hour=options.price, show=show), chosen
 
 
 def _ready_to_draw() -> None:
+    """The first picture of a process finds fonts and what writes PNG files."""
     from tierstream.engine.planner import picture  # noqa: F401
-    from tierstream.tools.figures import new_figure
+    from tierstream.tools.figures import new_figure, to_png
 
-    new_figure(1, 1)
+    figure = new_figure(1, 1)
+    figure.add_subplot()
+    to_png(figure)
 
 
 def _drawn(_: None, ahead: Ahead) -> bytes:

@@ -22,8 +22,8 @@ _Value = TypeVar("_Value")
 @contextmanager
 def aside(work: Callable[[], _Value]) -> Iterator[Callable[[], _Value]]:
     """Begins `work` in a copy of this process, and yields what waits for its value. See `companion`."""
-    with companion(work, _as_it_is) as ask:
-        yield lambda: ask(None)
+    with companion(work, _as_it_is) as give:
+        yield give(None)
 
 
 def _as_it_is(value: _Value, _: None) -> _Value:
@@ -33,18 +33,19 @@ def _as_it_is(value: _Value, _: None) -> _Value:
 @contextmanager
 def companion(
     begin: Callable[[], _Begun], finish: Callable[[_Begun, _Given], _Value]
-) -> Iterator[Callable[[_Given], _Value]]:
-    """Does `begin` in a copy of this process, and yields what gives it a value once, to `finish` with, and
-    waits for what comes out; the copy ends with the `with` block, and with this process, even if that is
-    killed. Where no second core is allowed, or other threads may hold locks that a copy would wait for for
-    ever, and where the copy fails, both are done here when that is asked for: errors are raised as ever.
+) -> Iterator[Callable[[_Given], Callable[[], _Value]]]:
+    """Does `begin` in a copy of this process, and yields what gives it a value once, to `finish` with; that
+    returns what waits for what comes out. The copy ends with the `with` block, and with this process, even if
+    that is killed. Where no second core is allowed, or other threads may hold locks that a copy would wait
+    for for ever, and where the copy fails, both are done here when what comes out is waited for: errors are
+    raised as ever.
 
     Args:
         begin, finish: in plain Python; torch's threads are not in the copy. What is given, and the value, can
             be pickled.
     """
     if len(os.sched_getaffinity(0)) < 2 or threading.active_count() > 1:
-        yield lambda given: finish(begin(), given)
+        yield lambda given: lambda: finish(begin(), given)
         return
     parent = os.getpid()
     (asked, asking), (reading, writing) = os.pipe(), os.pipe()
@@ -59,17 +60,19 @@ def companion(
     os.close(asked)
     os.close(writing)
 
-    def ask(given: _Given) -> _Value:
-        with suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
-            with open(asking, "wb", closefd=False) as file:
-                pickle.dump(given, file)
-            with open(reading, "rb", closefd=False) as file:
-                found: _Value = pickle.load(file)
+    def give(given: _Given) -> Callable[[], _Value]:
+        with suppress(BrokenPipeError), open(asking, "wb", closefd=False) as file:
+            pickle.dump(given, file)
+        return lambda: wait(given)
+
+    def wait(given: _Given) -> _Value:
+        with suppress(EOFError, pickle.UnpicklingError), open(reading, "rb", closefd=False) as file:
+            found: _Value = pickle.load(file)
             return found
         return finish(begin(), given)
 
     try:
-        yield ask
+        yield give
     finally:
         os.close(asking)
         os.close(reading)

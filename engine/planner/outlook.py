@@ -7,7 +7,8 @@ what would make them shorter. Works from the configuration alone: no weights, no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -134,13 +135,19 @@ class Ahead:
 
 
 def look_ahead(
-    config: RunConfig, machine: Machine, *, price_per_hour: float | None = None, compare: bool = True
+    config: RunConfig,
+    machine: Machine,
+    *,
+    price_per_hour: float | None = None,
+    compare: bool = True,
+    show: Callable[[Ahead], object] | None = None,
 ) -> Ahead:
     """What a run on a machine comes to.
 
     Args:
         price_per_hour: of the machine.
         compare: find out what would help, by simulating that too.
+        show: is given all but that, as soon as it is known.
 
     Raises:
         BudgetError: it cannot fit; says how many bytes are missing, and what would do.
@@ -151,12 +158,25 @@ def look_ahead(
         case = check_fits(setting, model)
     except BudgetError as error:
         raise with_remedies(error, setting, model) from error
-    grain, bound = grain_for(case), step_bound(case, machine)
-    forecast, helps = _foreseen(case, setting, model, grain, compare=compare)
+    grain = grain_for(case)
+    with _compared(case, setting, model, grain) if compare else nullcontext() as helps:
+        forecast = foresee(case, machine, grain)
+        ahead = _ahead(case, machine, forecast, grain, price_per_hour)
+        if show is not None:
+            show(ahead)
+        found = () if helps is None else helps(forecast)
+    return replace(ahead, outlook=replace(ahead.outlook, helps=found))
+
+
+def _ahead(
+    case: Case, machine: Machine, forecast: Forecast, grain: int, price_per_hour: float | None
+) -> Ahead:
+    """Without what would help."""
+    bound = step_bound(case, machine)
     if grain > 1:
         forecast = _no_faster(forecast, max(bound.seconds.values()))
     flop = case.plan.flop_per_step
-    days, steps = 1e9 / forecast.tokens_per_s / 86400, config.train.steps
+    days, steps = 1e9 / forecast.tokens_per_s / 86400, case.config.train.steps
     outlook = Outlook(
         machine=machine.name,
         parameters=case.plan.parameters,
@@ -164,7 +184,7 @@ def look_ahead(
         tokens_per_step=case.plan.tokens_per_step,
         page_bytes=case.plan.page_bytes,
         dtypes=dtypes_of(case.layout),
-        tiers=tier_plans(config, case.units, case.plan),
+        tiers=tier_plans(case.config, case.units, case.plan),
         planes=planes(case, forecast),
         step_local=step_local(case),
         device=device_peak(case),
@@ -181,7 +201,7 @@ def look_ahead(
         resource=forecast.resource,
         busy_s=forecast.busy_s,
         idle_s=forecast.idle_s,
-        helps=helps,
+        helps=(),
         days_per_billion_tokens=days,
         cost_per_billion_tokens=None if price_per_hour is None else 24 * days * price_per_hour,
         steps=steps,
@@ -232,22 +252,26 @@ class _Changed(NamedTuple):
     tokens_per_s: float | None
 
 
-def _foreseen(
-    case: Case, setting: Setting, model: Model, grain: int, *, compare: bool
-) -> tuple[Forecast, tuple[Help, ...]]:
-    """A step, and what would help: beside the run itself in pages as large, where there are many."""
+@contextmanager
+def _compared(
+    case: Case, setting: Setting, model: Model, grain: int
+) -> Iterator[Callable[[Forecast], tuple[Help, ...]]]:
+    """Begins to find out what would help, and yields what does the rest of that, given a step of the run:
+    beside the run itself in pages as large, where there are many.
+    """
     machine = setting.machine
-    if not compare:
-        return foresee(case, machine, grain), ()
     alike = grain_for(case, PAGES_COMPARED)
     changes, like = list(_changes(case, setting, alike)), _matters(coarser(case, alike), machine)
     # The run itself once more takes about as long as one of the changes.
     here = 0 if alike > grain else 1
     with aside(partial(_with, changes[here:], model, alike, like)) as others:
-        forecast = foresee(case, machine, grain)
-        before = foresee(case, machine, alike) if alike > grain else forecast
-        changed = [*_with(changes[:here], model, alike, like), *others()]
-    return forecast, _helps(forecast.tokens_per_s, before.tokens_per_s, changed)
+
+        def helps(forecast: Forecast) -> tuple[Help, ...]:
+            before = foresee(case, machine, alike) if alike > grain else forecast
+            changed = [*_with(changes[:here], model, alike, like), *others()]
+            return _helps(forecast.tokens_per_s, before.tokens_per_s, changed)
+
+        yield helps
 
 
 def _matters(case: Case, machine: Machine) -> tuple[object, ...]:

@@ -76,9 +76,9 @@ def test_a_companion_begins_before_it_is_asked() -> None:
     def finish(what: str, given: str) -> tuple[bool, str]:
         return os.getpid() != HERE, what + given
 
-    with companion(begin, finish) as ask:
+    with companion(begin, finish) as give:
         assert os.read(begun[0], 1) == b"x"
-        assert ask("b" * times) == (True, "a" + "b" * times)
+        assert give("b" * times)() == (True, "a" + "b" * times)
     for end in begun:
         os.close(end)
 
@@ -90,8 +90,8 @@ def test_what_fails_in_a_companion_is_done_here(place: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return name
 
-    with companion(lambda: step("begin"), lambda begun, given: begun + step("finish") + given) as ask:
-        assert ask("x" * 1_000_000) == "beginfinish" + "x" * 1_000_000
+    with companion(lambda: step("begin"), lambda begun, given: begun + step("finish") + given) as give:
+        assert give("x" * 1_000_000)() == "beginfinish" + "x" * 1_000_000
 
 
 def test_an_error_is_raised_as_ever() -> None:
