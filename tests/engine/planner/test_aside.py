@@ -83,6 +83,21 @@ def test_a_companion_begins_before_it_is_asked() -> None:
         os.close(end)
 
 
+def test_a_companion_works_on_what_it_is_given_before_that_is_waited_for() -> None:
+    reading, writing = os.pipe()
+
+    def finish(begun: None, given: bytes) -> int:
+        os.write(writing, given)
+        return os.getpid()
+
+    with companion(lambda: None, finish) as give:
+        wait = give(b"x")
+        assert os.read(reading, 1) == b"x"
+        assert wait() != HERE
+    for end in (reading, writing):
+        os.close(end)
+
+
 @pytest.mark.parametrize("place", ["begin", "finish"])
 def test_what_fails_in_a_companion_is_done_here(place: str) -> None:
     def step(name: str) -> str:

@@ -17,7 +17,7 @@ from tierstream.engine.model.shapes import architecture
 from tierstream.engine.planner import outlook as outlook_module
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.machines import machine_file
-from tierstream.engine.planner.outlook import Help, Outlook, look_ahead
+from tierstream.engine.planner.outlook import Ahead, Help, Outlook, look_ahead
 from tierstream.engine.planner.what_if import changed
 
 WORKSTATION = Machine.from_profile(machine_file("workstation"))
@@ -104,3 +104,14 @@ def test_memory_that_the_gpu_has_is_told_as_a_budget_that_may_grow(config: RunCo
 def test_a_gpu_that_has_nothing_left_is_told_as_a_larger_one(config: RunConfig) -> None:
     before = look_ahead(config, replace(WORKSTATION, gpu_bytes=GIB)).outlook
     assert told(before, "a GPU").change == "a GPU with 9.00 GiB, tiers.gpu: 8320 MiB"
+
+
+def test_what_a_step_comes_to_is_shown_before_it_is_known_what_would_help(config: RunConfig) -> None:
+    shown = list[Ahead]()
+    ahead = look_ahead(config, slow_drive(), show=shown.append)
+    (first,) = shown
+    assert ahead.outlook.helps
+    assert not first.outlook.helps
+    assert replace(first.outlook, helps=ahead.outlook.helps) == ahead.outlook
+    assert first.forecast is ahead.forecast
+    assert look_ahead(config, slow_drive(), compare=False).outlook == first.outlook
