@@ -34,7 +34,8 @@ _VERSION = 1
 
 def identity_of(values: Identity, layout: Layout, roots: Sequence[str]) -> Identity:
     """`values`, with what a store adds to it."""
-    planes = json.dumps([asdict(spec) for spec in layout.planes.values() if spec.durable])
+    durable = (spec for spec in layout.planes.values() if spec.durable)
+    planes = json.dumps([spec._asdict() | {"tensors": [*map(asdict, spec.tensors)]} for spec in durable])
     return {
         **values,
         "planes": hashlib.sha256(planes.encode()).hexdigest(),

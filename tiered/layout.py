@@ -137,9 +137,8 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
-class PlaneSpec:
-    """A flat array of `numel` elements.
+class PlaneSpec(NamedTuple):
+    """A flat array of `numel` elements. A tuple, for plans make a hundred thousand.
 
     `durable`: it is part of every checkpoint; else it lives within a step (grad, activation).
     """
