@@ -88,6 +88,9 @@ class RunRecord:
 class GpuMemory:
     """Device memory of one of several cases that hold some at the same time."""
 
+    #: What runs of any case have left behind: workspaces of libraries, which each would have on its own.
+    _left = 0
+
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._held = 0
@@ -103,11 +106,11 @@ class GpuMemory:
         """Calls it; also gives the case's peak in bytes meanwhile."""
         if self._device is None:
             return run(), None
-        before = self._allocated()
+        before, left = self._allocated(), GpuMemory._left
         torch.cuda.reset_peak_memory_stats(self._device)
         result = run()
-        peak = self._held + torch.cuda.max_memory_allocated(self._device) - before
-        self._held += self._allocated() - before
+        peak = self._held + left + torch.cuda.max_memory_allocated(self._device) - before
+        GpuMemory._left += self._allocated() - before
         return result, peak
 
     def _allocated(self) -> int:

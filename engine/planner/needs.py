@@ -16,6 +16,9 @@ from tierstream.io.sizes import format_bytes
 from tierstream.tiered.layout import ITEM_BYTES, Layout, round_up
 
 _SUM_BYTES = 4
+#: Workspaces of cuBLAS, for the thread that runs forward and that of autograd, 33 MiB each; and what blocks
+#: of buffers are rounded up by (an H200 and torch 2.11, docs/measurements).
+_LIBRARIES_BYTES = 80 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class Peak:
     """An estimate: what the largest layer keeps for its backward, its gradients, its input and its output."""
     inputs_bytes: int
     """Exact: inputs of all layers, which stay on the device with `tiers.activations: gpu`; else 0."""
+    libraries_bytes: int
+    """An estimate: workspaces, and what the allocator rounds up; 0 on the CPU."""
     extras_bytes: int
     """Exact: what layers are given beside the hidden states, with its gradients."""
 
@@ -42,7 +47,7 @@ class Peak:
     @property
     def nbytes(self) -> int:
         """All of it: head and layers take turns, beside what stays."""
-        stays = self.buffers_bytes + self.extras_bytes + self.inputs_bytes
+        stays = self.buffers_bytes + self.libraries_bytes + self.extras_bytes + self.inputs_bytes
         return stays + max(self.loss_bytes, self.layer_bytes)
 
     def describe(self) -> str:
@@ -50,6 +55,8 @@ class Peak:
         buffers = f"buffers {format_bytes(self.buffers_bytes)}"
         if self.inputs_bytes:
             buffers += f", inputs of all layers {format_bytes(self.inputs_bytes)}"
+        if self.libraries_bytes:
+            buffers += f", libraries {format_bytes(self.libraries_bytes)}"
         return (
             f"{buffers}, and beside them {format_bytes(self.loss_bytes)} for the loss or about "
             f"{format_bytes(self.layer_bytes)} for the largest layer"
@@ -63,6 +70,7 @@ def device_peak(case: Case) -> Peak:
         head_bytes=head_bytes(case),
         layer_bytes=layer_bytes(case),
         inputs_bytes=inputs_bytes(case),
+        libraries_bytes=_LIBRARIES_BYTES if case.config.train.device != "cpu" else 0,
         extras_bytes=extras_nbytes(case.units, case.plan),
     )
 
