@@ -258,3 +258,5 @@ def set_determinism(config: RunConfig) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
+    # Else every new tensor is first filled with NaN: a kernel and a pass over memory for each operation.
+    torch.utils.deterministic.fill_uninitialized_memory = config.train.debug

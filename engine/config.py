@@ -60,7 +60,8 @@ class TrainConfig:
     deterministic: bool = True
     """Use only deterministic kernels, so that equal runs are equal to the bit."""
     debug: bool = False
-    """Fill freed buffers with NaN and check every state transition; slow."""
+    """Fill freed buffers, and with `deterministic` new tensors, with NaN, and check every state transition;
+    slow."""
     log_samples: bool = False
     """Write to metrics.jsonl which samples (file:line) each step was trained on; of a skipped step it always
     says so."""
