@@ -259,4 +259,4 @@ def set_determinism(config: RunConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
     # Else every new tensor is first filled with NaN: a kernel and a pass over memory for each operation.
-    torch.utils.deterministic.fill_uninitialized_memory = config.train.debug
+    torch.utils.deterministic.fill_uninitialized_memory = config.train.debug  # type: ignore[attr-defined]

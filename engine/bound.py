@@ -13,6 +13,7 @@ from typing import Protocol
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP, WAITING_TENSORS
 from tierstream.engine.plan import Plan
+from tierstream.engine.step.script import StepScript
 from tierstream.tiered.layout import ITEM_BYTES, Layout, Page, PlaneSpec
 from tierstream.tiered.store import Intent
 
@@ -209,23 +210,15 @@ def step_bound(
     return Bound(seconds=seconds, nvme_read_bytes=read_bytes, nvme_written_bytes=written_bytes)
 
 
-def plan_bound(
-    rates: Rates, plan: Plan, layout: Layout, schedule: Sequence[tuple[Page, Intent]], *, on_drives: bool
-) -> Bound:
-    """The bound of a run's step.
+def plan_bound(rates: Rates, plan: Plan, layout: Layout, script: StepScript, *, on_drives: bool) -> Bound:
+    """The bound of a run's step; of experts, where as many have tokens as are expected to.
 
     Args:
-        schedule: page uses of a step in steady state (`Runtime.steady_schedule`).
         on_drives: the state lies on drives; else DRAM holds all of it.
     """
-    moved = least_traffic(schedule, plan, layout) if on_drives else (0, 0)
-    return traffic_bound(rates, plan, layout, *moved)
-
-
-def traffic_bound(rates: Rates, plan: Plan, layout: Layout, read_bytes: int, written_bytes: int) -> Bound:
-    """`plan_bound`, where it is known what the drives must read and write."""
+    read_bytes, written_bytes = least_traffic(script.steady_uses(), plan, layout) if on_drives else (0, 0)
     streamed = _streamed(plan, layout)
-    updated = _updated(streamed)
+    updated = _updated([spec for spec in streamed if spec.unit not in script.not_updated])
     flop = plan.flop_per_step - plan.spared_flop
     return step_bound(
         rates,

@@ -48,7 +48,7 @@ def describe_plan(
         TORCH_DTYPES[units.embed.dtype],
         assemble.update_threads(config),
     )
-    bound = plan_bound(rates, plan, layout, runtime.steady_schedule, on_drives=tier is not None)
+    bound = plan_bound(rates, plan, layout, runtime.script, on_drives=tier is not None)
     return PlanReport(
         parameters=plan.parameters,
         tokens_per_step=plan.tokens_per_step,

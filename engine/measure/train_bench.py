@@ -279,8 +279,8 @@ class TieredBench:
 
     def bound(self, case: TieredCase, rates: Rates) -> Bound:
         """The least time that one of its steps can take here."""
-        schedule = case.runtime.steady_schedule
-        return plan_bound(rates, case.plan, self.layout, schedule, on_drives=self.drives is not None)
+        script = case.runtime.script
+        return plan_bound(rates, case.plan, self.layout, script, on_drives=self.drives is not None)
 
 
 class ResidentCase:

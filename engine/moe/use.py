@@ -10,6 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstream.io.sizes import format_bytes
+from tierstream.tiered.layout import Unit
+
+
+def expected_with_tokens(experts: Sequence[Unit], passed_by: int, tokens: int) -> int:
+    """How many experts of a layer have tokens in a step, on average, where tokens go to all equally likely.
+
+    Args:
+        passed_by: parameters of those that a token does not go to.
+    """
+    if not experts:
+        return 0
+    missed = (passed_by / sum(unit.parameters for unit in experts)) ** tokens
+    return round(len(experts) * (1 - missed))
 
 
 @dataclass(frozen=True, slots=True)

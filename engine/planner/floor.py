@@ -11,7 +11,6 @@ from tierstream.engine.bound import least_traffic
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.drive import DriveRates
 from tierstream.engine.planner.machine import Machine
-from tierstream.engine.planner.simulate import expected_use
 from tierstream.engine.planner.times import LayerTimes
 from tierstream.io.transfer import Direction
 from tierstream.tiered.layout import ITEM_BYTES, Unit
@@ -21,13 +20,10 @@ def floor_s(case: Case, machine: Machine, times: LayerTimes) -> float:
     """Seconds of a step in steady state, at least. What the drives move is that of the bound of a run
     (engine/bound.py), which holds for any order of page uses and any policy of the cache.
     """
-    use = expected_use(case)
-    hit = [own[index].name for layer, own in enumerate(case.units.experts) for index in use(0, layer)]
-    idle = {expert.name for own in case.units.experts for expert in own}.difference(hit)
-    uses = case.script.steady_uses(idle)
+    idle, uses = case.script.expected_idle, case.script.steady_uses()
     compute_s = _compute_s(case, times)
     host_s = case.grain * machine.rates.page_s * (len(uses) - _uses_spared(case))
-    update_s, up_s, down_s = _updates_and_links(case, machine, set(hit), idle)
+    update_s, up_s, down_s = _updates_and_links(case, machine, idle)
     threads = case.config.optimizer.threads_of(machine.cores)
     cores_s = host_s + min(threads, machine.cores) * (0.0 if case.plan.gpu_updates else update_s)
     if machine.gpu_bytes is None:
@@ -52,9 +48,7 @@ def _compute_s(case: Case, times: LayerTimes) -> float:
     return sum(times.compute_s(what, unit.name) for what, unit in work)
 
 
-def _updates_and_links(
-    case: Case, machine: Machine, hit: Collection[str], idle: Collection[str]
-) -> tuple[float, float, float]:
+def _updates_and_links(case: Case, machine: Machine, idle: Collection[str]) -> tuple[float, float, float]:
     """Seconds of AdamW on the CPU, and of the links to the device and back.
 
     Where CPU and GPU both update, shares of both as if granules could be cut at will.
@@ -66,7 +60,7 @@ def _updates_and_links(
         up_rate = rates.upload or math.inf
         down_rate = rates.download or up_rate
     plan = script.steady_plan
-    up = _expert_uploads(case, hit)
+    up = _expert_uploads(case, idle)
     for upload, planned in zip(plan.uploads, plan.assignments, strict=True):
         up += layout.spec(upload.unit, upload.plane).nbytes if planned.fetch else 0
     trained = [unit for unit in script.streamed if unit.trained]
@@ -98,13 +92,13 @@ def _numel(unit: Unit) -> int:
     return sum(tensor.numel for tensor in unit.tensors)
 
 
-def _expert_uploads(case: Case, hit: Collection[str]) -> int:
+def _expert_uploads(case: Case, idle: Collection[str]) -> int:
     """Bytes of experts: once in forward, and again in backward but for those that still lie in slots."""
     if case.plan.device.expert_slots is None:
         return 0
     slots, size = case.plan.device.expert_slots
     nbytes = [
-        sum(unit.numel * ITEM_BYTES[unit.dtype] for unit in own if unit.name in hit)
+        sum(unit.numel * ITEM_BYTES[unit.dtype] for unit in own if unit.name not in idle)
         for own in case.units.experts
     ]
     return sum(nbytes) + max(0, sum(nbytes[case.units.backward_from :]) - slots * size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from tierstream.engine.bound import Bound, Rates, least_traffic, side_by_side, traffic_bound
+from tierstream.engine.bound import Bound, Rates, plan_bound, side_by_side
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.metrics import TierPlan
@@ -213,12 +213,10 @@ def _ahead(
 
 def step_bound(case: Case, machine: Machine) -> Bound:
     """The bound of a step; where there are many pages, without the padding of the last ones of planes."""
-    directories, nbytes = case.config.tiers.nvme_dirs or [], (0, 0)
-    if directories:
-        grain = grain_for(case)
-        counted = case if grain == 1 else in_whole_planes(case, grain)
-        nbytes = least_traffic(counted.script.steady_uses(()), counted.plan, counted.layout)
-    return traffic_bound(_rates(machine, directories), case.plan, case.layout, *nbytes)
+    directories, grain = case.config.tiers.nvme_dirs or [], grain_for(case)
+    counted = case if grain == 1 else in_whole_planes(case, grain)
+    rates = _rates(machine, directories)
+    return plan_bound(rates, counted.plan, counted.layout, counted.script, on_drives=bool(directories))
 
 
 def _no_faster(forecast: Forecast, bound_s: float) -> Forecast:

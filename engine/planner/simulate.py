@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tierstream.engine.moe.use import expected_with_tokens
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.clock import Steps
 from tierstream.engine.planner.coarse import coarser, grain_for
@@ -136,15 +137,8 @@ def expected_use(case: Case, seed: int = 0) -> ExpertUse:
     """As many experts of each layer as have tokens on average where all are equally likely, drawn anew in
     every step.
     """
-    tokens = case.plan.tokens_per_step
-    wanted = []
-    for experts, passed_by in zip(case.units.experts, case.units.passed_by, strict=True):
-        if not experts:
-            wanted.append(0)
-            continue
-        # The share of its experts that a token does not go to.
-        missed = (passed_by / sum(unit.parameters for unit in experts)) ** tokens
-        wanted.append(round(len(experts) * (1 - missed)))
+    layers = zip(case.units.experts, case.units.passed_by, strict=True)
+    wanted = [expected_with_tokens(*layer, case.plan.tokens_per_step) for layer in layers]
 
     def use(step: int, layer: int) -> Sequence[int]:
         drawn = random.Random(f"{seed} {step} {layer}")

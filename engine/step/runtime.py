@@ -150,8 +150,7 @@ class Runtime:
         )  # fmt: skip
         self._uploads = list(map(self._gated, script.uses, script.uploads))
         self._steady_plan = self.uploader.plan(self._uploads, stale=True)
-        self.steady_schedule = script.steady_uses(self._idle.names)
-        self.update_order = [page for page, intent in self.steady_schedule if intent is Intent.UPDATE]
+        self.update_order = [page for page, intent in script.steady_uses(()) if intent is Intent.UPDATE]
         self._idle_in_following: set[str] | None = None
         self._idle.expect_all_idle()
         self._follow_idle()

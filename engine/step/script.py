@@ -12,6 +12,7 @@ from tierstream.engine.device.memory import ACTIVATION_GROUP
 from tierstream.engine.device.upload import Upload, nothing_held, plan_uploads
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.moe.config import MoeConfig
+from tierstream.engine.moe.use import expected_with_tokens
 from tierstream.engine.plan import Plan
 from tierstream.engine.step.schedule import Schedules
 from tierstream.engine.step.streams import Use, list_uses
@@ -38,6 +39,9 @@ class StepScript:
         steady_plan: the slots of `uploads` where all weights were updated since the step before.
         schedules: page uses of steps and passes.
         updates_in_backward: a unit is updated as soon as its gradient is complete; else in the next forward.
+        expected_idle: experts without tokens in a step, as many as there are on average where tokens go to
+            all equally likely.
+        not_updated: those of them, if a step leaves their updates out or puts them off.
     """
 
     def __init__(
@@ -58,6 +62,12 @@ class StepScript:
             layout, units, self.uses, self.granules, moe.idle, memory.resident, optimizer
         )
         self.updates_in_backward = optimizer.updates_in_backward
+        self.expected_idle = frozenset(
+            unit.name
+            for own, passed_by in zip(units.experts, units.passed_by, strict=True)
+            for unit in own[expected_with_tokens(own, passed_by, plan.tokens_per_step) :]
+        )
+        self.not_updated = frozenset[str]() if moe.idle == "dense" else self.expected_idle
         self._frames = plan.dram_bytes // layout.page_bytes
 
     def gradient_pages(self, *, on_drives: bool) -> int | None:
@@ -67,12 +77,13 @@ class StepScript:
         widest = max((len(g.gradient) for own in self.granules.own.values() for g in own), default=0)
         return max(int(self._frames * _GRADIENTS_SHARE), _GRADIENTS_LEAST * widest)
 
-    def steady_uses(self, idle: Collection[str]) -> list[tuple[Page, Intent]]:
+    def steady_uses(self, idle: Collection[str] | None = None) -> list[tuple[Page, Intent]]:
         """Page uses of a step in steady state, in order.
 
         Args:
-            idle: experts that have no tokens.
+            idle: experts that have no tokens; None: the expected ones.
         """
+        idle = self.expected_idle if idle is None else idle
         updating = not self.updates_in_backward
         return self.schedules.step(self.steady_plan, updating=updating, idle=idle, absent=idle)
 

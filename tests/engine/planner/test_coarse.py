@@ -129,10 +129,10 @@ def test_a_grain_divides_the_experts_where_it_can(tmp_path: Path) -> None:
 
 def test_the_bound_of_whole_planes_is_that_of_pages(tmp_path: Path) -> None:
     case = experts(tmp_path, "2 MiB")
-    reads, writes = least_traffic(case.script.steady_uses(()), case.plan, case.layout)
+    reads, writes = least_traffic(case.script.steady_uses(), case.plan, case.layout)
     planes = in_whole_planes(case, 4)
     assert planes.layout.page_total == len(planes.layout.planes)
-    found = least_traffic(planes.script.steady_uses(()), planes.plan, planes.layout)
+    found = least_traffic(planes.script.steady_uses(), planes.plan, planes.layout)
     for own, least in zip((reads, writes), found, strict=True):
         assert 0.95 * own < least <= own
 

@@ -22,6 +22,7 @@ from tierstream.engine.plan import TiersConfig
 from tierstream.engine.planner.case import Case, case_of
 from tierstream.engine.planner.drive import DriveRates
 from tierstream.engine.planner.machine import Machine
+from tierstream.engine.planner.outlook import step_bound
 from tierstream.engine.planner.simulate import simulate
 from tierstream.engine.planner.times import Known
 from tierstream.engine.trace.picture import timeline
@@ -96,7 +97,7 @@ def test_drives_move_no_less_than_the_bound(tmp_path: Path, early: bool) -> None
             config.optimizer = OptimizerConfig(clip_norm=None, check_finite=False)
         case = case_of(config, GPU)
         found = simulate(case, GPU, 4)
-        least = least_traffic(case.script.steady_uses(()), case.plan, case.layout)
+        least = least_traffic(case.script.steady_uses(), case.plan, case.layout)
         moved = found.nbytes["nvme read"], found.nbytes["nvme write"]
         spare = case.plan.device.nbytes + 24 * PAGE  # buffers and leases
         assert all(few <= nbytes < few + spare for few, nbytes in zip(least, moved, strict=True))
@@ -164,6 +165,24 @@ def test_idle_experts_cost_what_their_mode_says(tmp_path: Path, mode: str) -> No
     updated = {span.unit for span in found.spans if span.what == "adamw"}
     assert uploads == set(hit)
     assert updated & set(idle) == (set(idle) if mode == "dense" else set())
+
+
+def test_the_bound_leaves_out_what_idle_experts_do_not_need(tmp_path: Path) -> None:
+    """Two tokens with two of eight experts each: no step of the mean of some is faster than its bound."""
+    config = config_of(tmp_path, families.moe_config("qwen3_moe"), **drives(300_000))
+    config.train.rows_per_step, config.data.seq_len = 1, 2
+    bounds = {}
+    for mode in ("dense", "lazy", "frozen"):
+        config.moe = MoeConfig(idle=mode)  # type: ignore[arg-type]
+        case = case_of(config, GPU)
+        bounds[mode] = step_bound(case, GPU)
+        assert bounds[mode].step_s <= mean(simulate(case, GPU, 8).steps_s[2:])
+    dense, lazy = bounds["dense"], bounds["lazy"]
+    assert lazy == bounds["frozen"]
+    assert lazy.nvme_written_bytes < 0.7 * dense.nvme_written_bytes
+    idle, trained = case.script.expected_idle, case.script.streamed
+    share = sum(unit.numel for unit in trained if unit.name not in idle) / sum(u.numel for u in trained)
+    assert 0.3 < share < 0.9
 
 
 def test_the_cpu_as_device_and_a_budget_that_is_too_small(tmp_path: Path) -> None:

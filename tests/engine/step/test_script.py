@@ -39,5 +39,5 @@ def test_the_store_is_asked_for_what_the_script_says(tmp_path: Path, early: bool
         settle(run)
         plan, layout = plan_of(run.setup, run.units)
         script = StepScript(run.units, layout, plan, optimizer, MoeConfig())
-        assert sorted(seen) == sorted(page for page, _ in script.steady_uses(()))
-        assert script.steady_uses(()) == run.runtime.script.steady_uses(())
+        assert sorted(seen) == sorted(page for page, _ in script.steady_uses())
+        assert script.steady_uses() == run.runtime.script.steady_uses()
