@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tierstream.engine.config import RunConfig
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan_tiers import logit_nbytes
 from tierstream.engine.planner.case import Case
@@ -56,12 +57,11 @@ def _loss_tokens(case: Case) -> int:
     return min(case.plan.tokens_per_step, case.config.train.loss_chunk(case.vocabulary))
 
 
-def inputs_bytes(case: Case) -> int:
-    """Of the inputs of all layers, from forward to backward, where they stay on the device."""
-    if case.config.tiers.activations != "gpu":
-        return 0
-    units, tokens = case.units, case.plan.tokens_per_step
-    return len(units.layers) * tokens * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
+def inputs_bytes(config: RunConfig, units: ModelUnits) -> int:
+    """Of the inputs of all layers that have a backward, from forward to there."""
+    tokens = config.train.rows_per_step * config.data.seq_len
+    nbytes = tokens * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
+    return (len(units.layers) - units.backward_from) * nbytes
 
 
 def layer_bytes(case: Case) -> int:

@@ -11,10 +11,10 @@ from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan import Plan
+from tierstream.engine.planner.activations import inputs_bytes
 from tierstream.engine.planner.case import plan_for
 from tierstream.engine.planner.machine import Machine
 from tierstream.io.errors import BudgetError
-from tierstream.tiered.layout import ITEM_BYTES
 
 #: Dotted key -> value, as in a run file.
 Values = Mapping[str, Any]
@@ -98,9 +98,7 @@ def _activations(config: RunConfig, units: ModelUnits) -> list[dict[str, Any]]:
         return [{}]
     places: list[dict[str, Any]] = [{"tiers.activations": "dram"}]
     if config.tiers.gpu is not None:
-        tokens = config.train.rows_per_step * config.data.seq_len
-        boundary = tokens * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
-        left = config.tiers.gpu - boundary * (len(units.layers) - units.backward_from)
+        left = config.tiers.gpu - inputs_bytes(config, units)
         if left > 0:
             places.append({"tiers.activations": "gpu", "tiers.gpu": ByteSize(left)})
     return places

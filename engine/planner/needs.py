@@ -34,7 +34,7 @@ class Peak:
     layer_bytes: int
     """An estimate: what the largest layer keeps for its backward, its gradients, its input and its output."""
     inputs_bytes: int
-    """Exact: inputs of all layers, which stay on the device with `tiers.activations: gpu`; else 0."""
+    """Exact: inputs of all layers with a backward, where they stay here (`tiers.activations: gpu`); else 0."""
     libraries_bytes: int
     """An estimate: workspaces, and what the allocator rounds up; 0 on the CPU."""
     extras_bytes: int
@@ -64,12 +64,13 @@ class Peak:
 
 
 def device_peak(case: Case) -> Peak:
+    stay = case.config.tiers.activations == "gpu"
     return Peak(
         buffers_bytes=case.plan.gpu_bytes,
         logits_bytes=logits_bytes(case),
         head_bytes=head_bytes(case),
         layer_bytes=layer_bytes(case),
-        inputs_bytes=inputs_bytes(case),
+        inputs_bytes=inputs_bytes(case.config, case.units) if stay else 0,
         libraries_bytes=_LIBRARIES_BYTES if case.config.train.device != "cpu" else 0,
         extras_bytes=extras_nbytes(case.units, case.plan),
     )

@@ -126,6 +126,9 @@ def test_inputs_that_stay_on_the_gpu_are_told_beside_the_largest_layer(config: R
     nbytes = len(units.layers) * 2 * config.train.rows_per_step * config.data.seq_len
     nbytes *= units.anatomy.boundary_width
     assert (stored.inputs_bytes, stay.inputs_bytes) == (0, nbytes)
+    lowest = {"model.freeze": ["model.embed_tokens.*", "model.layers.0.*"], "tiers.activations": "gpu"}
+    frozen = look_ahead(changed(config, lowest), WORKSTATION, compare=False).outlook.device
+    assert frozen.inputs_bytes == nbytes - nbytes // len(units.layers), "without a backward none is kept"
     assert stored.layer_bytes == stay.layer_bytes
     assert f"inputs of all layers {format_bytes(nbytes)}" in stay.describe()
     small = replace(WORKSTATION, gpu_bytes=stay.nbytes - 1)
