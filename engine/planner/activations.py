@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from tierstream.engine.config import RunConfig
+from tierstream.engine.device.memory import WAITING_TENSORS
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan_tiers import logit_nbytes
 from tierstream.engine.planner.case import Case
@@ -48,9 +49,13 @@ def logits_bytes(case: Case) -> int:
 
 
 def head_bytes(case: Case) -> int:
-    """Of hidden states, beside the logits of a chunk of the loss."""
+    """Of hidden states, beside the logits of a chunk of the loss: of all rows the last and its gradient, and
+    those that are still on their way from a GPU to DRAM.
+    """
     item, width = ITEM_BYTES[case.units.embed.dtype], case.units.anatomy.boundary_width
-    return int(item * width * (2 * case.plan.tokens_per_step + _OF_HEAD * _loss_tokens(case)))
+    stored = case.plan.boundary_nbytes is not None and case.config.train.device != "cpu"
+    of_all_rows = 2 + (WAITING_TENSORS if stored else 0)
+    return int(item * width * (of_all_rows * case.plan.tokens_per_step + _OF_HEAD * _loss_tokens(case)))
 
 
 def _loss_tokens(case: Case) -> int:

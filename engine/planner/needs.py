@@ -34,7 +34,7 @@ class Peak:
     layer_bytes: int
     """An estimate: what the largest layer keeps for its backward, its gradients, its input and its output."""
     inputs_bytes: int
-    """Exact: inputs of all layers with a backward, where they stay here (`tiers.activations: gpu`); else 0."""
+    """Exact: inputs of all layers with a backward, where they stay (`tiers.activations: gpu`); else 0."""
     libraries_bytes: int
     """An estimate: workspaces, and what the allocator rounds up; 0 on the CPU."""
     extras_bytes: int
