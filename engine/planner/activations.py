@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 from tierstream.engine.config import RunConfig
-from tierstream.engine.device.memory import WAITING_TENSORS
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan_tiers import logit_nbytes
 from tierstream.engine.planner.case import Case
@@ -37,8 +36,8 @@ _STACK_OUTER, _STACK_INNER = 4, 5
 _BUSIEST = 4
 #: Bytes for each (token, choice): two indices of a layer that was run, and one on its way.
 _ROUTING = 3 * 8
-#: Blocks of the device's allocator, workspaces, small tensors.
-_ROUNDED_UP = 1.04
+#: Blocks of the device's allocator, small tensors: of a layer times so much, of logits so much more.
+_ROUNDED_UP, _LOGITS_ROUNDED_UP = 1.04, 0.02
 
 
 def logits_bytes(case: Case) -> int:
@@ -49,13 +48,10 @@ def logits_bytes(case: Case) -> int:
 
 
 def head_bytes(case: Case) -> int:
-    """Of hidden states, beside the logits of a chunk of the loss: of all rows the last and its gradient, and
-    those that are still on their way from a GPU to DRAM.
-    """
+    """Of hidden states, beside the logits of a chunk of the loss; and what blocks are larger than these."""
     item, width = ITEM_BYTES[case.units.embed.dtype], case.units.anatomy.boundary_width
-    stored = case.plan.boundary_nbytes is not None and case.config.train.device != "cpu"
-    of_all_rows = 2 + (WAITING_TENSORS if stored else 0)
-    return int(item * width * (of_all_rows * case.plan.tokens_per_step + _OF_HEAD * _loss_tokens(case)))
+    hidden = item * width * (2 * case.plan.tokens_per_step + _OF_HEAD * _loss_tokens(case))
+    return int(hidden + _LOGITS_ROUNDED_UP * logits_bytes(case))
 
 
 def _loss_tokens(case: Case) -> int:
