@@ -4,6 +4,7 @@ model, and `engine.model.carve` finds the units of one.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,11 +50,14 @@ class Anatomy:
 
 
 class LayerSums(NamedTuple):
-    """Sums over the units of a layer: elements without padding, edges of all tensors, tensors."""
+    """Sums over the units of a layer: elements without padding, edges of all tensors, tensors, and matrices
+    that are multiplied with, also in stacks.
+    """
 
     parameters: int
     edges: int
     tensors: int
+    matrices: int
 
 
 @dataclass(frozen=True)
@@ -197,12 +201,13 @@ def numbered(first: Unit, count: int) -> tuple[Unit, ...]:
 
 
 def _summed(units: Iterable[Unit]) -> LayerSums:
-    parameters = edges = tensors = 0
+    parameters = edges = tensors = matrices = 0
     for unit in units:
         parameters += unit.parameters
         edges += sum([sum(tensor.shape) for tensor in unit.tensors])
         tensors += len(unit.tensors)
-    return LayerSums(parameters, edges, tensors)
+        matrices += sum([math.prod(tensor.shape[:-2]) for tensor in unit.tensors if len(tensor.shape) > 1])
+    return LayerSums(parameters, edges, tensors, matrices)
 
 
 def state_planes(unit: Unit, master: str, grad_dtype: str) -> list[PlaneSpec]:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from tierstream.engine.bound import Rates
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.trace.trace import Span, Track
-from tierstream.tiered.layout import ITEM_BYTES
+from tierstream.tiered.layout import ITEM_BYTES, Unit
 
-#: Operations of torch for each tensor of a layer: forward, and recompute with backward.
-_FORWARD_OPS, _BACKWARD_OPS = 7, 22
-#: And for each expert that comes on its own, in a group, however large: OLMoE on an H200 (docs/measurements).
-_EXPERT_FORWARD_OPS, _EXPERT_BACKWARD_OPS = 60, 260
-#: How often what goes into and comes out of a matrix product crosses the device's memory, with the operations
-#: around it, forward and backward. Fused kernels: what H200 runs of docs/measurements take beyond products.
-_PASSES = {"plain": (4.0, 12.0), "liger": (1.6, 4.8)}
-#: Bytes that cross it for each logit: fp32 logits, their exponentials and their gradient; or bf16 ones, in
-#: whose place their gradient is put.
+#: Of most figures two: of forward, and of recompute with backward.
+_Both: TypeAlias = tuple[float, float]
+#: FLOP of attention for each token, position of its row and element of all heads. All positions are counted:
+#: kernels that leave out what a causal mask hides reach about half of the rate of a product. Windows are not
+#: known.
+_ATTENTION: _Both = (4, 14)
+#: Bytes that cross the device's memory for each logit: fp32 logits, their exponentials and their gradient; or
+#: bf16 ones, in whose place their gradient is put.
 _LOGIT_BYTES = {"plain": 28, "liger": 10}
 #: Bytes for each parameter of a gradient: read as autograd gives it, added to an fp32 sum, squared; and of an
 #: update on the device.
@@ -75,46 +75,166 @@ def times_of_trace(spans: Sequence[Span]) -> Known:
     return Known({key: median(times) for key, times in found.items()})
 
 
-def modelled_times(case: Case, machine: Machine) -> Known:
-    """Floating-point work, bytes through the device's memory and operations to launch, each at the machine's
-    rate; products and the rest take turns, launches run beside them.
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a part of a step asks of the device.
+
+    Attributes:
+        nbytes: through its memory, beside the weights that products read.
+        ops: of torch, with the Python around them.
+        products: how many, of matrices that have so many `weights` in all.
+        wide: operations on a tensor that has all tokens and is as wide as the layer's input.
     """
-    rates, tokens = machine.rates, case.plan.tokens_per_step
-    units, item = case.units, ITEM_BYTES[case.units.embed.dtype]
 
-    def seconds(flop: float, nbytes: float, ops: float = 0.0) -> float:
-        return max(flop / rates.flop_per_s + nbytes / rates.device_memory, ops * rates.launch_s)
+    flop: float = 0.0
+    nbytes: float = 0.0
+    ops: float = 0.0
+    products: float = 0.0
+    weights: float = 0.0
+    wide: float = 0.0
 
-    found: dict[tuple[str, str], float] = {}
-    kernels = case.config.train.kernels
-    forward_passes, backward_passes = _PASSES[kernels]
-    rows = case.config.train.rows_per_step
-    chunks = -(-rows // (case.config.train.rows_per_chunk or rows))
+
+class _Gpu:
+    """Products and the rest take turns, launches run beside them.
+
+    Attributes:
+        passes: how often what goes into and comes out of a matrix product crosses the device's memory, with
+            the operations around it. Fused kernels: what H200 runs of docs/measurements take beyond
+            products and attention.
+        ops: for each tensor of a layer. expert_ops: and for each expert that comes on its own, in a group,
+            however large: OLMoE on an H200, where a number of rows that is new wants a kernel to be chosen.
+    """
+
+    ops: _Both = (7, 22)
+    expert_ops: _Both = (60, 260)
+
+    def __init__(self, case: Case, rates: Rates) -> None:
+        self._rates = rates
+        passes: dict[str, _Both] = {"plain": (4.0, 12.0), "liger": (1.2, 3.6)}
+        self.passes = passes[case.config.train.kernels]
+
+    def seconds(self, work: _Work) -> float:
+        rates = self._rates
+        computed_s = work.flop / rates.flop_per_s + work.nbytes / rates.device_memory
+        return max(computed_s, work.ops * rates.launch_s)
+
+
+class _Cpu:
+    """All of it takes turns, Python too; what all cores share wakes the others, and waits for them.
+
+    Attributes:
+        passes: as torch's dispatcher counts them, twice: memory that is new is read before it is written.
+        ops, expert_ops: with what Python does between layers: models of width 64, which hardly compute.
+    """
+
+    passes: _Both = (6.0, 20.0)
+    ops: _Both = (11, 28)
+    expert_ops: _Both = (26, 64)
+    #: How often a product moves its weights through memory: read, written in the order in which they are
+    #: used, and read again.
+    _PACKING = 3
+    #: How often a product begins work on all cores: to pack, and to multiply.
+    _REGIONS = 2
+    #: Elements of the largest operation that torch leaves to one core (at::internal::GRAIN_SIZE).
+    _GRAIN = 1 << 15
+    #: To begin and to end such work.
+    _WAKES = 2
+
+    def __init__(self, case: Case, rates: Rates, cores: int) -> None:
+        self._rates, self._cores = rates, cores
+        self._item = ITEM_BYTES[case.units.embed.dtype]
+        train, width = case.config.train, case.units.anatomy.boundary_width
+        rows = train.rows_per_chunk or train.rows_per_step
+        self._shares_wide = rows * case.config.data.seq_len * width > self._GRAIN
+
+    def seconds(self, work: _Work) -> float:
+        rates = self._rates
+        nbytes = work.nbytes + self._PACKING * self._item * work.weights
+        computed_s = work.flop / rates.flop_per_s + nbytes / rates.device_memory
+        # Python's part in an operation is about what it takes for a page.
+        return computed_s + work.ops * rates.page_s + self._wakes(work) * rates.wake_s
+
+    def _wakes(self, work: _Work) -> float:
+        if self._cores == 1:
+            return 0.0
+        return self._WAKES * (self._REGIONS * work.products + self._shares_wide * work.wide)
+
+
+def modelled_times(case: Case, machine: Machine) -> Known:
+    """Floating-point work, bytes through the device's memory and operations, each at the machine's rate."""
+    model = _Model(case, machine)
+    units, found = case.units, dict[tuple[str, str], float]()
     for index, layer in enumerate(units.layers):
-        own, passed_by = units.layers_summed[index], units.passed_by[index]
-        numel = own.parameters - passed_by
-        share = numel / own.parameters
-        edges, tensors = share * own.edges, chunks * own.tensors
-        experts = len(units.experts[index])
-        product = 2.0 * tokens * numel
-        spared = 0.0 if passed_by else 2.0 * tokens * max(t.numel for t in layer.tensors)
-        moved = tokens * edges * item
-        found["forward", layer.name] = seconds(
-            product, forward_passes * moved, _FORWARD_OPS * tensors + _EXPERT_FORWARD_OPS * experts
-        )
-        found["backward", layer.name] = seconds(
-            3 * product - spared,
-            backward_passes * moved + _GRADIENT_BYTES * own.parameters,
-            _BACKWARD_OPS * tensors + _EXPERT_BACKWARD_OPS * experts,
-        )
-    head = units.head.parameters
-    found["head", units.head.name] = seconds(
-        6.0 * tokens * head, _LOGIT_BYTES[kernels] * tokens * case.vocabulary + _GRADIENT_BYTES * head
-    )
+        for which, what in enumerate(("forward", "backward")):
+            found[what, layer.name] = model.device.seconds(model.layer(index, which))
+    found["head", units.head.name] = model.device.seconds(model.head())
     for unit in units.begin:
-        width = unit.tensors[0].shape[-1]
-        found["forward", unit.name] = seconds(0, 2 * tokens * width * item)
-        found["backward", unit.name] = seconds(0, 10 * tokens * width * item + _GRADIENT_BYTES * unit.numel)
+        for which, what in enumerate(("forward", "backward")):
+            found[what, unit.name] = model.device.seconds(model.begin(unit, which))
     for unit in units.without_experts:  # of which alone some stay, and are updated there
-        found["adamw", unit.name] = seconds(0, _UPDATE_BYTES * unit.numel)
+        found["adamw", unit.name] = model.device.seconds(_Work(nbytes=_UPDATE_BYTES * unit.numel))
     return Known(found)
+
+
+class _Model:
+    """What the parts of a step ask of the device."""
+
+    #: Wide operations of a layer for each of its tensors, and of the head: Qwen2's, counted.
+    _WIDE: _Both = (2, 6)
+
+    def __init__(self, case: Case, machine: Machine) -> None:
+        self._case, rates = case, machine.rates
+        on_gpu = machine.gpu_bytes is not None
+        self.device: _Gpu | _Cpu = _Gpu(case, rates) if on_gpu else _Cpu(case, rates, machine.cores)
+        self._item, self._tokens = ITEM_BYTES[case.units.embed.dtype], case.plan.tokens_per_step
+        rows = case.config.train.rows_per_step
+        self._chunks = -(-rows // (case.config.train.rows_per_chunk or rows))
+
+    def layer(self, index: int, which: int) -> _Work:
+        """Args: which: 0: forward, 1: recompute with backward."""
+        units, tokens, chunks, device = self._case.units, self._tokens, self._chunks, self.device
+        layer, own, passed_by = units.layers[index], units.layers_summed[index], units.passed_by[index]
+        share = 1 - passed_by / own.parameters
+        product = 2.0 * tokens * share * own.parameters
+        products = (1, 3)[which]
+        # The recompute's last product is needed by nobody.
+        spared = 2.0 * tokens * max(t.numel for t in layer.tensors) if which and not passed_by else 0.0
+        experts = len(units.experts[index])
+        return _Work(
+            flop=products * product - spared + _ATTENTION[which] * tokens * self._attention_width(layer),
+            nbytes=device.passes[which] * tokens * share * own.edges * self._item
+            + _GRADIENT_BYTES * own.parameters * which,
+            ops=device.ops[which] * own.tensors * chunks + device.expert_ops[which] * experts,
+            products=products * chunks * own.matrices,
+            weights=products * chunks * own.parameters,
+            wide=self._WIDE[which] * chunks * len(layer.tensors),
+        )
+
+    def _attention_width(self, layer: Unit) -> int:
+        """Positions of a row, times elements of all heads."""
+        inner = [t.shape[-1] for t in layer.tensors if t.name.endswith("o_proj.weight")]
+        width = inner[0] if inner else self._case.units.anatomy.boundary_width
+        return self._case.config.data.seq_len * width
+
+    def head(self) -> _Work:
+        """Nothing of it is recomputed."""
+        head, tokens, train = self._case.units.head, self._tokens, self._case.config.train
+        chunks = -(-tokens // train.loss_chunk(self._case.vocabulary))
+        count = chunks * len(head.tensors)
+        return _Work(
+            flop=6.0 * tokens * head.parameters,
+            nbytes=_LOGIT_BYTES[train.kernels] * tokens * self._case.vocabulary
+            + _GRADIENT_BYTES * head.parameters,
+            ops=sum(self.device.ops) * count,
+            products=3 * chunks,
+            weights=3 * chunks * head.parameters,
+            wide=sum(self._WIDE) * count,
+        )
+
+    def begin(self, unit: Unit, which: int) -> _Work:
+        """A look-up."""
+        row_bytes = unit.tensors[0].shape[-1] * self._item
+        return _Work(
+            nbytes=(2, 10)[which] * self._tokens * row_bytes + _GRADIENT_BYTES * unit.numel * which,
+            ops=self.device.ops[which],
+        )
