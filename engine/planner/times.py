@@ -124,17 +124,18 @@ class _Cpu:
 
     Attributes:
         passes: as torch's dispatcher counts them, twice: memory that is new is read before it is written.
-        ops, expert_ops: with what Python does between layers: models of width 64, which hardly compute.
+        ops, expert_ops: with what Python does between layers: models of width 64, which hardly compute, with
+            one thread and with two.
     """
 
     passes: _Both = (6.0, 20.0)
-    ops: _Both = (11, 28)
-    expert_ops: _Both = (26, 64)
+    ops: _Both = (7, 14)
+    expert_ops: _Both = (16, 43)
     #: How often a product moves its weights through memory: read, written in the order in which they are
     #: used, and read again.
     _PACKING = 3
-    #: How often a product begins work on all cores: to pack, and to multiply.
-    _REGIONS = 2
+    #: How often a product begins work on all cores: to pack either matrix, and to multiply.
+    _REGIONS = 3
     #: Elements of the largest operation that torch leaves to one core (at::internal::GRAIN_SIZE).
     _GRAIN = 1 << 15
     #: To begin and to end such work.

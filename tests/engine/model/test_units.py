@@ -106,6 +106,15 @@ def test_what_is_counted_once_is_what_there_is(family: str) -> None:
         assert sums.parameters == sum(tensor.numel for _, tensor in own)
         assert sums.edges == sum(size for _, tensor in own for size in tensor.shape)
         assert sums.tensors == len(own)
+        assert sums.matrices == sum(len(tensor.shape) == 2 for _, tensor in own)
+
+
+def test_matrices_in_a_stack_are_counted_one_by_one() -> None:
+    """Experts that are part of their layer, and experts one by one, are as many products."""
+    model = moe_config("qwen3_moe")
+    streamed, whole = (find_units(meta(model), experts_apart=apart) for apart in (True, False))
+    assert whole.layers_summed[0].tensors < streamed.layers_summed[0].tensors
+    assert whole.layers_summed[0].matrices == streamed.layers_summed[0].matrices
 
 
 def test_tensors_of_another_type_are_a_unit_beside_their_layer() -> None:
