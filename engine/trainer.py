@@ -7,12 +7,18 @@ from contextlib import ExitStack
 
 from tierstream.engine import assemble
 from tierstream.engine.config import RunConfig
+from tierstream.engine.device.full import full_memory_errors
 from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import RunSummary, StepMetrics
 from tierstream.engine.run.callbacks import Callback, Callbacks
 from tierstream.engine.run.run import Run
 from tierstream.engine.run.trackers import open_trackers
+
+_TAKES_LESS = (
+    "lower data.seq_len, train.rows_per_step, train.rows_per_chunk, train.loss_chunk_tokens, tiers.dram or "
+    "tiers.gpu; `tierstream plan` says what takes how much"
+)
 
 
 class Trainer:
@@ -36,7 +42,7 @@ class Trainer:
     def run(self) -> RunSummary:
         """Check, plan, fill the tiers, train, save."""
         assemble.set_determinism(self.config)
-        with ExitStack() as parts:
+        with full_memory_errors(_TAKES_LESS), ExitStack() as parts:
             for tracker in self._trackers:
                 parts.callback(tracker.close)
             run = Run.open(self.config, self.callbacks, parts)

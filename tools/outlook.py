@@ -39,7 +39,9 @@ def print_outlook(console: Console, outlook: Outlook) -> None:
 
 
 def _room(outlook: Outlook) -> str:
-    host = format_bytes(outlook.host_bytes - outlook.dram_bytes)
+    in_host = outlook.device_bytes is None
+    taken = outlook.dram_bytes + (outlook.device.beside_bytes if in_host else 0)
+    host = format_bytes(outlook.host_bytes - taken)
     said = f"{host} of host memory are left, for the process itself as well"
     if outlook.device_bytes is None:
         return said
@@ -59,7 +61,8 @@ def _peaks(outlook: Outlook) -> str:
     peak = outlook.device
     host = f"host arenas {format_bytes(outlook.dram_bytes)} of {format_bytes(outlook.host_bytes)}"
     if outlook.device_bytes is None:
-        return host
+        most = format_bytes(outlook.dram_bytes + peak.beside_bytes)
+        return f"{host}\nhost peak about {most}: {peak.describe()}"
     gpu = f"{format_bytes(peak.nbytes)} of {format_bytes(outlook.device_bytes)}"
     return f"{host}\nGPU peak about {gpu}: {peak.describe()}"
 

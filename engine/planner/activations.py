@@ -34,6 +34,8 @@ _GROUP_OUTER, _GROUP_INNER = 5.5, 6
 _STACK_OUTER, _STACK_INNER = 4, 5
 #: Tokens of the busiest expert by those of an even share; in a group this evens out.
 _BUSIEST = 4
+#: Keys and values for all heads of queries, and gradients of both, for each element of a layer's input.
+_REPEATED = 4
 #: Bytes for each (token, choice): two indices of a layer that was run, and one on its way.
 _ROUTING = 3 * 8
 #: Blocks of the device's allocator, small tensors: of a layer times so much, of logits so much more.
@@ -63,6 +65,37 @@ def inputs_bytes(config: RunConfig, units: ModelUnits) -> int:
     tokens = config.train.rows_per_step * config.data.seq_len
     nbytes = tokens * units.anatomy.boundary_width * ITEM_BYTES[units.embed.dtype]
     return (len(units.layers) - units.backward_from) * nbytes
+
+
+def masks_bytes(case: Case) -> int:
+    """Of the mask of all rows of a step, a byte for each pair of positions of a row. transformers makes it
+    before the layers where documents of a row are isolated; counted on the CPU alone.
+    """
+    if not _masked(case):
+        return 0
+    return case.config.train.rows_per_step * case.config.data.seq_len**2
+
+
+def masked_bytes(case: Case) -> int:
+    """Of what attention makes of it in a layer: numbers, for the rows of a chunk; and keys and values for all
+    heads of queries, with their gradients.
+    """
+    if not _masked(case):
+        return 0
+    train, seq_len = case.config.train, case.config.data.seq_len
+    of_row = seq_len**2 + _REPEATED * seq_len * case.units.anatomy.boundary_width
+    return (train.rows_per_chunk or train.rows_per_step) * of_row * ITEM_BYTES[case.units.embed.dtype]
+
+
+def _masked(case: Case) -> bool:
+    """Whether rows may have several documents, in attention that takes a mask: that with sinks takes none."""
+    data, attention = case.config.data, case.config.model.attention
+    if case.config.train.device != "cpu" or not data.isolate_documents or data.packing == "none":
+        return False
+    if attention in ("sdpa", "eager"):
+        return True
+    names = (tensor.name for layer in case.units.layers for tensor in layer.tensors)
+    return not any(name.endswith("sinks") for name in names)
 
 
 def layer_bytes(case: Case) -> int:

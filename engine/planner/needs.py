@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from tierstream.engine.device.memory import ACTIVATION_GROUP
 from tierstream.engine.plan_tiers import extras_nbytes
-from tierstream.engine.planner.activations import head_bytes, inputs_bytes, layer_bytes, logits_bytes
+from tierstream.engine.planner.activations import (
+    head_bytes,
+    inputs_bytes,
+    layer_bytes,
+    logits_bytes,
+    masked_bytes,
+    masks_bytes,
+)
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.forecast import Forecast
 from tierstream.engine.trace.trace import Track
@@ -19,6 +26,8 @@ _SUM_BYTES = 4
 #: Workspaces of cuBLAS, for the thread that runs forward and that of autograd, 33 MiB each; and what blocks
 #: of buffers are rounded up by (an H200 and torch 2.11, docs/measurements).
 _LIBRARIES_BYTES = 80 << 20
+#: The mask so far, a condition, and both of them.
+_MASKS_WHILE_MADE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +41,16 @@ class Peak:
     head_bytes: int
     """An estimate: hidden states beside these logits."""
     layer_bytes: int
-    """An estimate: what the largest layer keeps for its backward, its gradients, its input and its output."""
+    """An estimate: what the largest layer keeps for its backward, its gradients, its input and its output;
+    on the CPU with the mask that attention takes, where documents share rows."""
     inputs_bytes: int
     """Exact: inputs of all layers with a backward, where they stay (`tiers.activations: gpu`); else 0."""
     libraries_bytes: int
     """An estimate: workspaces, and what the allocator rounds up; 0 on the CPU."""
     extras_bytes: int
     """Exact: what layers are given beside the hidden states, with its gradients."""
+    masks_bytes: int
+    """Exact, on the CPU: the mask of all rows of a step, where documents share rows; 0 elsewhere."""
 
     @property
     def loss_bytes(self) -> int:
@@ -48,13 +60,22 @@ class Peak:
     def nbytes(self) -> int:
         """All of it: head and layers take turns, beside what stays."""
         stays = self.buffers_bytes + self.libraries_bytes + self.extras_bytes + self.inputs_bytes
-        return stays + max(self.loss_bytes, self.layer_bytes)
+        beside = self.masks_bytes + max(self.loss_bytes, self.layer_bytes)
+        return stays + max(beside, _MASKS_WHILE_MADE * self.masks_bytes)
+
+    @property
+    def beside_bytes(self) -> int:
+        """At the peak, beside the buffers."""
+        return self.nbytes - self.buffers_bytes
 
     def describe(self) -> str:
         """What of it is what, for people."""
         buffers = f"buffers {format_bytes(self.buffers_bytes)}"
         if self.inputs_bytes:
             buffers += f", inputs of all layers {format_bytes(self.inputs_bytes)}"
+        if self.masks_bytes:
+            mask = f"a mask of data.seq_len squared for each row {format_bytes(self.masks_bytes)}"
+            buffers += f", {mask} ({_MASKS_WHILE_MADE} times that while it is made)"
         if self.libraries_bytes:
             buffers += f", libraries {format_bytes(self.libraries_bytes)}"
         return (
@@ -69,10 +90,11 @@ def device_peak(case: Case) -> Peak:
         buffers_bytes=case.plan.gpu_bytes,
         logits_bytes=logits_bytes(case),
         head_bytes=head_bytes(case),
-        layer_bytes=layer_bytes(case),
+        layer_bytes=layer_bytes(case) + masked_bytes(case),
         inputs_bytes=inputs_bytes(case.config, case.units) if stay else 0,
         libraries_bytes=_LIBRARIES_BYTES if case.config.train.device != "cpu" else 0,
         extras_bytes=extras_nbytes(case.units, case.plan),
+        masks_bytes=masks_bytes(case),
     )
 
 
@@ -145,6 +167,11 @@ def arenas(case: Case, *, device_in_host: bool) -> int:
     """Host memory for pages and for copies of them, and for the buffers of a device that is the CPU."""
     plan = case.plan
     return plan.dram_bytes + plan.copy_bytes + (plan.gpu_bytes if device_in_host else 0)
+
+
+def host_peak(case: Case) -> int:
+    """Of host memory, where the device is the CPU: arenas, and what passes beside them."""
+    return arenas(case, device_in_host=True) + device_peak(case).beside_bytes
 
 
 def disk(case: Case) -> dict[str, int]:

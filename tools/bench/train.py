@@ -18,7 +18,7 @@ from tierstream.engine.model import kernels
 from tierstream.engine.model.shapes import architecture
 from tierstream.engine.page_size import page_warning
 from tierstream.io.drives import check_directories
-from tierstream.io.errors import BudgetError, ConfigError, TierstreamError
+from tierstream.io.errors import ConfigError, TierstreamError
 from tierstream.io.scratch import ScratchFolder
 from tierstream.tools.bench import peers
 from tierstream.tools.bench.peers import PeerCase, PeerName
@@ -52,6 +52,12 @@ Measure how fast the executor trains, over random weights and random tokens.
 """
 
 
+#: Said where memory is full.
+_TAKES_LESS = (
+    "lower --rows, --rows-per-chunk, --loss-chunk-tokens, --gpu or --layers, or leave --baseline out"
+)
+
+
 @errors_name_options()
 def main(args: Sequence[str]) -> int:
     """The command with its arguments. Returns the exit status; raises TierstreamError."""
@@ -68,7 +74,9 @@ def main(args: Sequence[str]) -> int:
             peers.check_installed(name)
         peer_dirs = [options.peer_nvme_dir] if options.peer_nvme_dir else []
         check_directories((path, 0) for path in (*(options.nvme_dirs or []), *peer_dirs))
-        stack.enter_context(_device_memory_errors())
+        from tierstream.engine.device.full import full_memory_errors
+
+        stack.enter_context(full_memory_errors(_TAKES_LESS))
         bench = _Bench.prepare(options, options.run_config(folder, options.nvme_dirs))
         interrupted = bench.measure_all()
     from tierstream.engine.measure.machine_facts import describe_machine
@@ -300,18 +308,3 @@ def _check_device(name: str) -> None:
     count = torch.cuda.device_count()
     if (torch.device(name).index or 0) >= count:
         raise ConfigError(f"--device is {name}, but the last of {count} CUDA devices is cuda:{count - 1}")
-
-
-@contextmanager
-def _device_memory_errors() -> Iterator[None]:
-    """Within, a GPU whose memory is full is an error that says what to change."""
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise BudgetError(
-            f"the GPU's memory is full: {reason}; lower --rows, --rows-per-chunk, --loss-chunk-tokens, --gpu "
-            "or --layers, or leave --baseline out"
-        ) from error

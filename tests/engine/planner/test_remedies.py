@@ -191,3 +191,15 @@ def test_the_drives_of_a_profile_are_throttled_too() -> None:
     fast = Machine.from_profile(machine_file("server"), limits=Limits(read=1e15)).drives[0]
     assert (fast.read, fast.write) == (plain.read, plain.write)
     assert fast.read_mixed + fast.write_mixed == pytest.approx(plain.read_mixed + plain.write_mixed)
+
+
+def test_masks_that_host_memory_cannot_hold_are_refused_and_told(tmp_path: Path) -> None:
+    """With documents that share rows; rows of one document need none."""
+    config = changed(make_run(tmp_path, steps=1), {"data.seq_len": 8192, "train.rows_per_step": 64})
+    config.train.rows_per_chunk = 1
+    machine = replace(Machine.here(config), host_bytes=4 << 30)
+    isolated, mixed = (changed(config, {"data.isolate_documents": value}) for value in (True, False))
+    said = r"mask of data\.seq_len squared for each row 4\.00 GiB .*lower data\.seq_len"
+    with pytest.raises(BudgetError, match=said):
+        look_ahead(isolated, machine)
+    look_ahead(mixed, machine, compare=False)
