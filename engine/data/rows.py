@@ -184,6 +184,17 @@ class Rows:
             lines += [f"{name}: {100 * share:.1f}% of the tokens, weight {w:g}" for name, w, share in shares]
         return lines
 
+    def padding_warning(self) -> str | None:
+        """What to say of steps with more rows than an epoch has: they are computed in full."""
+        rows = self._epoch(0).rows
+        if rows >= self.rows_per_step:
+            return None
+        return (
+            f"train.rows_per_step is {self.rows_per_step}, and an epoch has {rows} rows: each step is filled "
+            f"up with {self.rows_per_step - rows} rows of padding, which are computed like others; lower "
+            f"train.rows_per_step to {rows}, give more data, or lower data.seq_len"
+        )
+
     def left_out(self) -> list[str]:
         """file:line of the samples that are never trained on: too long, or without a token to train on."""
         return [

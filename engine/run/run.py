@@ -332,6 +332,8 @@ def _open_rows(
         origins = [store.origin for store in stores]
     for line in (*origins, *rows.describe()):
         callbacks.on_event(f"data: {line}")
+    if isinstance(rows, Rows) and (warning := rows.padding_warning()) is not None:
+        callbacks.on_event(f"warning: {warning}")
     eval_rows = open_eval_rows(
         config, directory.data, held, vocab_size=vocab_size, on_progress=callbacks.on_progress
     )

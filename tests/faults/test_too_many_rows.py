@@ -24,3 +24,12 @@ def test_full_memory_in_a_step(command: Command, tmp_path: Path, monkeypatch: py
     said = ["host memory is full", f"{1 << 57:,} bytes", "data.seq_len", "train.rows_per_chunk"]
     command.refused_train(config, said)
     nothing_is_locked(config)
+
+
+def test_steps_with_more_rows_than_an_epoch_are_warned_of(command: Command, tmp_path: Path) -> None:
+    config = make_run(tmp_path, steps=1)
+    assert "rows of padding" not in command.train(config)[1]
+    config.run_dir, config.train.rows_per_step = str(tmp_path / "padded"), 1000
+    status, out, _ = command.train(config)
+    assert status == 0
+    assert "warning: train.rows_per_step is 1000, and an epoch has " in out

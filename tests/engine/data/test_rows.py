@@ -287,6 +287,15 @@ def test_what_an_epoch_holds_is_said() -> None:
         rows_over(stores, weights=[0.01, 0.01])
 
 
+def test_steps_with_more_rows_than_an_epoch_are_warned_of() -> None:
+    rows = {count: rows_over([store_of(documents_of([4] * 3))], count, packing="none") for count in (3, 7)}
+    assert rows[3].padding_warning() is None
+    assert rows[7].padding_warning() == (
+        "train.rows_per_step is 7, and an epoch has 3 rows: each step is filled up with 4 rows of padding, "
+        "which are computed like others; lower train.rows_per_step to 3, give more data, or lower data.seq_len"
+    )
+
+
 def test_fingerprint_is_that_of_the_tokens() -> None:
     a, b = store_of(documents_of([5]), name="a"), store_of(documents_of([5]), name="b")
     prints = [rows_over(own).fingerprint for own in ([a], [b], [a, b], [b, a])]
