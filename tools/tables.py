@@ -132,7 +132,7 @@ def _print_steps(console: Console, summary: RunSummary, step_s: float) -> None:
         )
     if rows:
         columns = ("tier", "read", "written", "read GB/s", "written GB/s", "hit rate")
-        console.print(table("Traffic", columns, rows))
+        console.print(table("Traffic of the steps", columns, rows))
     waits = [(f"computation, for {cause}", seconds) for cause, seconds in _longest_first(summary.stall_s)]
     waits += [(f"threads, for {cause}", seconds) for cause, seconds in _longest_first(summary.tier_wait_s)]
     if waits:
@@ -173,7 +173,10 @@ def _print_trace(console: Console, summary: RunSummary) -> None:
 
 def _traffic_line(directory: str, drive: DriveTotals) -> str:
     """All that a run moved there: what wears a drive is not only the steps."""
-    line = f"{directory}: {drive.bytes_read / 1e9:.3g} GB read, {drive.bytes_written / 1e9:.3g} GB written"
+    line = (
+        f"{directory}, in all (steps, first fill, checkpoints): {drive.bytes_read / 1e9:.3g} GB read, "
+        f"{drive.bytes_written / 1e9:.3g} GB written"
+    )
     if drive.bytes_checked:
         line += f", {drive.bytes_checked / 1e9:.3g} GB compared with checksums"
     if drive.bytes_buffered:

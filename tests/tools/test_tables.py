@@ -126,7 +126,7 @@ def test_the_summary() -> None:
     assert (
         printed(print_summary, summary)
         == """\
-Traffic
+Traffic of the steps
 
  tier        read    written   read GB/s   written GB/s   hit rate
  ─────────────────────────────────────────────────────────────────
@@ -141,9 +141,9 @@ Waiting
  computation, for gradients   0.75         5.0 %
  threads, for nvme_read       6.00        40.0 %
 
-/mnt/nvme0: 15 GB read, 9 GB written, 2 GB compared with checksums, 0.1 GB of all through the page cache; by \
-posix-direct
-/mnt/nvme1: 1e-09 GB read, 0 GB written; by posix-direct
+/mnt/nvme0, in all (steps, first fill, checkpoints): 15 GB read, 9 GB written, 2 GB compared with checksums, \
+0.1 GB of all through the page cache; by posix-direct
+/mnt/nvme1, in all (steps, first fill, checkpoints): 1e-09 GB read, 0 GB written; by posix-direct
 drives are written 43.2 TB a day at this pace
 steps 1 to 3, 1 skipped: loss 3.3333, 384 tokens in 15.0 s (25.6 tok/s)
 peak memory: host 5.00 GiB
