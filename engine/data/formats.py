@@ -192,6 +192,8 @@ def _message(turn: Any) -> Message:
     if not message.get("tool_calls") and not {"content", "value"} & turn.keys():
         raise DataError(f"a message ({role}) has no content; its fields are {', '.join(turn)}")
     message["role"] = _ROLES[role]
+    if message["role"] == "assistant" and not message.get("tool_calls") and _says_null(turn):
+        raise DataError(f"a message ({role}) has null as its content and no tool_calls: it is no answer")
     if message["role"] == "function_call":
         calls = _parsed(message.get("content"), "function_call")
         message |= {"role": "assistant", "tool_calls": calls, "content": ""}
@@ -202,6 +204,11 @@ def _message(turn: Any) -> Message:
         listed = tool_calls if isinstance(tool_calls, list) else [tool_calls]
         message["tool_calls"] = [_call(call) for call in listed]
     return message
+
+
+def _says_null(turn: Message) -> bool:
+    """Whether neither field of the text has any, which an empty one would be."""
+    return turn.get("content") is None and turn.get("value") is None
 
 
 def _content(message: Message) -> str:

@@ -32,7 +32,7 @@ from tierstream.io.errors import DataError
 #: Set in an id that is not trained on, as a label.
 UNTRAINED = np.uint32(1 << 31)
 #: Part of every fingerprint: raised when the same files and recipe come to mean other ids.
-FORMAT = 2
+FORMAT = 3
 #: Problems that are told in words.
 PROBLEMS_MAX = 20
 

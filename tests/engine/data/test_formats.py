@@ -108,7 +108,7 @@ def test_sharegpt_with_tools() -> None:
             {"from": "human", "value": "a"},
             {"from": "function_call", "value": '{"name": "look", "arguments": {"x": null}}'},
             {"from": "observation", "value": "seen"},
-            {"from": "gpt", "value": None},
+            {"from": "gpt", "value": "b"},
         ],
         "system": "Be.",
         "tools": '[{"name": "look", "parameters": {"x": null, "y": [{"z": null, "w": 1}]}}]',
@@ -119,7 +119,7 @@ def test_sharegpt_with_tools() -> None:
         ("user", "a"),
         ("assistant", ""),
         ("tool", "seen"),
-        ("assistant", ""),
+        ("assistant", "b"),
     ]
     call = {"type": "function", "function": {"name": "look", "arguments": {"x": None}}}
     assert conversation.messages[2]["tool_calls"] == [call]
@@ -175,6 +175,8 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ([{"content": "a"}], {}, "the role of a message is None"),
         ([{"role": "user"}, ANSWER], {}, r"a message \(user\) has no content; its fields are role"),
         ([{"role": "assistant", "t": "a"}], {}, r"\(assistant\) has no content; its fields are role, t"),
+        ([{"role": "assistant", "content": None}], {}, r"\(assistant\) has null as its content and no tool"),
+        ([{"from": "gpt", "value": None}], {}, r"\(gpt\) has null as its content"),
         ([{"role": "function_call"}], {}, r"\(function_call\) has no content"),
         ([{"role": "function_call", "content": None}], {}, "the function_call are no JSON"),
         ([{"from": "gpt", "text": "a"}], {}, r"\(gpt\) has no content; its fields are from, text"),
