@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from tierstream.io.drives import check_directories
-from tierstream.io.errors import ConfigError
+from tierstream.io.errors import ConfigError, naming
 
 
 def check_nvme_dirs(directories: Sequence[str]) -> None:
@@ -17,7 +17,8 @@ def check_nvme_dirs(directories: Sequence[str]) -> None:
         StorageError: one is missing, no directory or not writable.
         ConfigError: two are the same, through a link, or one lies in the other.
     """
-    check_directories((directory, 0) for directory in directories)
+    with naming("tiers.nvme_dirs"):
+        check_directories((directory, 0) for directory in directories)
     for one, other in combinations(directories, 2):
         paths = [os.path.realpath(one), os.path.realpath(other)]
         if paths[0] == paths[1]:

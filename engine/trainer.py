@@ -12,6 +12,7 @@ from tierstream.engine.interpreter import undisturbed
 from tierstream.engine.json_lines import RecordWriter
 from tierstream.engine.metrics import RunSummary, StepMetrics
 from tierstream.engine.run.callbacks import Callback, Callbacks
+from tierstream.engine.run.full_drive import full_drive_errors
 from tierstream.engine.run.run import Run
 from tierstream.engine.run.trackers import open_trackers
 
@@ -42,7 +43,7 @@ class Trainer:
     def run(self) -> RunSummary:
         """Check, plan, fill the tiers, train, save."""
         assemble.set_determinism(self.config)
-        with full_memory_errors(_TAKES_LESS), ExitStack() as parts:
+        with full_memory_errors(_TAKES_LESS), full_drive_errors(self.config), ExitStack() as parts:
             for tracker in self._trackers:
                 parts.callback(tracker.close)
             run = Run.open(self.config, self.callbacks, parts)

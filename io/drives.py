@@ -140,10 +140,13 @@ def _check_writable(path: str) -> TransferPath:
     try:
         return probe(path)
     except StorageError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno is None:
             raise
-        cause = OSError(error.errno, os.strerror(error.errno))
-        detail = "files must be created there: change its owner or mode, or name another directory"
+        cause, detail = OSError(error.errno, os.strerror(error.errno)), ""
+        if error.errno in (errno.EACCES, errno.EPERM):
+            detail = "files must be created there: change its owner or mode, or name another directory"
+        elif error.errno == errno.EROFS:
+            detail = "the file system is mounted read-only: name another directory"
         raise StorageError("writing to directory", path, cause, detail=detail) from error
 
 

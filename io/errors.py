@@ -114,6 +114,16 @@ def storage_errors(action: str, path: str | os.PathLike[str], *, detail: str = "
         raise StorageError(action, path, cause, detail=detail) from cause
 
 
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Within, the text of a `StorageError` begins with the setting that the path is of."""
+    try:
+        yield
+    except StorageError as error:
+        error.args = (f"{key}: {error}",)
+        raise
+
+
 class TrainingStopped(TierstreamError):
     """The run ended itself, e.g. after too many skipped steps in a row. Its checkpoints are good."""
 

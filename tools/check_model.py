@@ -51,11 +51,12 @@ def main(args: Sequence[str]) -> int:
     names, rest = take_positionals(args, ["MODEL"], "tierstream check-model")
     options = parse_options(CheckOptions, rest, prog="tierstream check-model MODEL", description=_DESCRIPTION)
     with without_warnings():
-        return _check(_model_config(Path(names[0]), options), options)
+        path = Path(names[0])
+        return _check(_model_config(path, options), options, None if _is_run(path) else "MODEL")
 
 
 def _model_config(path: Path, options: CheckOptions) -> ModelConfig:
-    if path.suffix in (".yaml", ".yml"):
+    if _is_run(path):
         model = load(RunConfig, path).model
         if options.attention != "auto":
             model.attention = options.attention
@@ -70,7 +71,11 @@ def _model_config(path: Path, options: CheckOptions) -> ModelConfig:
     )
 
 
-def _check(config: ModelConfig, options: CheckOptions) -> int:
+def _is_run(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def _check(config: ModelConfig, options: CheckOptions, named: str | None) -> int:
     from tierstream.engine.device.device import Device
     from tierstream.engine.model.carve import find_units
     from tierstream.engine.model.meta_model import build_meta_model, read_hf_config
@@ -78,7 +83,7 @@ def _check(config: ModelConfig, options: CheckOptions) -> int:
     from tierstream.engine.weights.source import plan_source
 
     Device(options.device)  # refuses one that is not there
-    verdict = compare_twin(read_hf_config(config), config, options.device)
+    verdict = compare_twin(read_hf_config(config, named=named), config, options.device)
     about = f"{verdict.model}, compared by a tiny twin of it"
     if verdict.why_not is None:  # then the model itself: no weight is read
         model, _ = build_meta_model(config)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tierstream.io.durable import write_file
-from tierstream.io.errors import ConfigError
+from tierstream.io.errors import ConfigError, StorageError
 
 
 def check_file(option: str, path: str) -> None:
@@ -27,6 +27,8 @@ def check_file(option: str, path: str) -> None:
 
 def check_writable(option: str, directory: Path) -> None:
     """Raises ConfigError: this user cannot make files in the existing directory."""
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        raise ConfigError(f"{option}: {directory} is on a read-only file system; choose another place")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"{option}: no permission to write in {directory}; choose another place")
 
@@ -41,7 +43,13 @@ def write_output(path: str, data: bytes) -> None:
         with open(path, "wb") as stream:
             stream.write(data)
         return
-    write_file(path, data)
+    try:
+        write_file(path, data)
+    except StorageError as error:
+        if error.errno is None:
+            raise
+        cause = OSError(error.errno, os.strerror(error.errno))  # of a temporary file that nobody knows
+        raise StorageError("writing", path, cause, detail="choose another place") from error
 
 
 def _is_stream(path: str) -> bool:

@@ -34,7 +34,15 @@ def given_template(data: DataConfig) -> str | None:
     """The template in the file `data.chat_template`; None: none is named. Raises DataError: it cannot be
     read.
     """
-    return None if data.chat_template is None else "".join(read_text(Path(data.chat_template)))
+    if data.chat_template is None:
+        return None
+    try:
+        return "".join(read_text(Path(data.chat_template)))
+    except DataError as error:
+        raise DataError(
+            f"data.chat_template: {error}; name a file with a Jinja template, or leave it out for the "
+            "tokenizer's"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,8 @@ def open_data(
     if trained:
         if not any(source.nbytes for source in hashed):
             raise DataError(
-                f"the {len(hashed)} files of data.files hold no text: there is nothing to train on"
+                f"the {len(hashed)} files of data.files hold no text: there is nothing to train on; name "
+                "others"
             )
         train_tokenizer(hashed, data.vocab_size, chosen)
     tokenizer = load_tokenizer(chosen)

@@ -166,7 +166,7 @@ def _json_line(data: bytes, here: BadRecord, on_bad: OnBad) -> Iterator[tuple[in
         column = len(data[: error.start].decode()) + 1
         bad(column, f"byte 0x{data[error.start]:02x} is no UTF-8 ({error.reason})")
     except json.JSONDecodeError as error:
-        bad(error.pos + 1, error.msg)
+        bad(error.pos + 1, f"this is no JSON: {error.msg}")
     except _Fault as error:
         bad(_fault_at(text, 0) + 1 if "surrogate" not in str(error) else 0, str(error))
     except RecursionError:
@@ -214,7 +214,7 @@ class _JsonText:
             except json.JSONDecodeError as error:
                 cut = error.pos >= len(self._held) - _TOKEN_CHARS or error.msg.startswith("Unterminated")
                 if self._ended or not cut:
-                    raise self.error(error.msg, error.pos) from error
+                    raise self.error(f"this is no JSON: {error.msg}", error.pos) from error
             except _Fault as error:
                 raise self.error(str(error), _fault_at(self._held, self._at)) from error
             except (RecursionError, ValueError) as error:
@@ -265,12 +265,12 @@ def _json(job: Job, on_bad: OnBad) -> Iterator[tuple[int, Any]]:
             yield line, text.value()
             separator = text.peek()
             if separator not in (",", "]"):
-                raise text.error("Expecting ',' or ']'")
+                raise text.error("this is no JSON: Expecting ',' or ']'")
             text.take()
             if separator == "]":
                 break
     if text.peek():
-        raise text.error("Extra data after the array")
+        raise text.error("this is no JSON: Extra data after the array")
 
 
 def _csv(job: Job, on_bad: OnBad) -> Iterator[tuple[int, Any]]:

@@ -246,6 +246,7 @@ def _check_counts(index: StoreIndex, files: Sequence[SourceFile], name: str) -> 
         raise DataError(
             f"data.files: the {len(files)} files of {name} hold no text to train on"
             + (f" ({'; '.join(why)})" if why else "")
+            + "; name other files, or look at data.format and data.text_field"
         )
 
 

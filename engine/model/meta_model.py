@@ -121,16 +121,20 @@ def describe(error: Exception) -> str:
     return text
 
 
-def read_hf_config(config: ModelConfig) -> Any:
+def read_hf_config(config: ModelConfig, *, named: str | None = None) -> Any:
     """The transformers configuration of a model that can be trained here; see `build_meta_model` for the
-    errors."""
+    errors.
+
+    Args:
+        named: what the user gave the directory as, for messages; None: `model.path` or `model.config`.
+    """
     from transformers import AutoConfig
 
     file = Path(config.path or config.config or "")
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
-        key = f"model.{'path' if config.path else 'config'}"
+        key = named or f"model.{'path' if config.path else 'config'}"
         remedy = f"{key} must be a local directory with a config.json (names on the hub are not looked up)"
         if snapshots := list(file.parent.glob("snapshots/*/config.json")):  # models--OWNER--NAME
             newest = max(snapshots, key=lambda found: found.stat().st_mtime).parent

@@ -165,7 +165,7 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     for file, content, message in (
-        (tmp_path / "absent.yaml", None, "cannot be read: No such file or directory"),
+        (tmp_path / "absent.yaml", None, "cannot be read: No such file or directory; name a run file"),
         (tmp_path, None, "cannot be read: Is a directory"),
         (tmp_path / "latin.yaml", b"name: \xe9t\xe9", "is not UTF-8 text (byte 6)"),
     ):

@@ -138,7 +138,9 @@ def test_a_drive_that_is_too_small_is_refused_with_both_numbers(
             use_drive(config, drive).joinpath("precious").write_text("not ours")
         else:
             config.run_dir = str(drive / "run")
-        command.refused_train(config, [str(drive), "No space left on device", "free space"])
+        key = "(tiers.nvme_dirs)" if place == "state" else "(run_dir; a lower checkpoint.keep"
+        said = [str(drive), "No space left on device", "free space", key]
+        command.refused_train(config, said)
         _, _, err = command.train(config)
         found = re.search(r"\((\d+) bytes\) are needed there, .* \((\d+) bytes\) are free", err)
         assert found is not None, err
@@ -223,7 +225,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     with small_drive(tmp_path, 24 << 20) as drive:
         config.run_dir = str(drive / "run")
         with seam.injected(FaultySyscalls(filled_in(drive, "pages"))):
-            said = [f"{config.run_dir}/checkpoints/step-00000004.tmp", "No space left on device"]
+            said = [f"{config.run_dir}/checkpoints/step-00000004.tmp", "(run_dir; a lower checkpoint.keep"]
             command.refused_train(config, said)
         assert [m["step"] for m in records(config)] == [1, 2, 3, 4]
         result = json.loads(Path(config.run_dir, "result.json").read_text())
@@ -336,7 +338,8 @@ def test_no_room_for_what_spills(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with seam.injected(FaultySyscalls(fault)):
-        command.refused_train(config, [f"creating {tmp_path}/state/", "/grad/c/", "No space left on device"])
+        said = [f"creating {tmp_path}/state/", "/grad/c/", "No space left on device", "(tiers.nvme_dirs)"]
+        command.refused_train(config, said)
     nothing_is_half_made(config)
     nothing_is_locked(config)
     goes_on(command, config, unharmed)

@@ -165,6 +165,13 @@ def tokenizer_is_larger_than_the_embedding(config: RunConfig, folder: Path) -> I
 
 
 @mistake
+def chat_template_is_missing(config: RunConfig, folder: Path) -> Iterator[list[str]]:
+    config.data.chat_template = str(folder / "none.jinja")
+    yield ["data.chat_template: ", "none.jinja", "name a file with a Jinja template, or leave it out"]
+    config.data.chat_template = None
+
+
+@mistake
 def no_file_matches(config: RunConfig, folder: Path) -> Iterator[list[str]]:
     right, config.data.files = config.data.files, [f"{folder}/*.absent"]
     yield ["data.files", f"{folder}/*.absent", "matches no file"]
@@ -176,7 +183,7 @@ def files_are_empty(config: RunConfig, folder: Path) -> Iterator[list[str]]:
     texts = {Path(file): Path(file).read_text() for file in config.data.files}
     for file in texts:
         file.write_text("")
-    yield ["the 2 files of data.files hold no text"]
+    yield ["the 2 files of data.files hold no text", "name others"]
     for file, text in texts.items():
         file.write_text(text)
 
@@ -216,7 +223,7 @@ def gpu_is_too_small(config: RunConfig, folder: Path) -> Iterator[list[str]]:
 def drive_is_missing(config: RunConfig, folder: Path) -> Iterator[list[str]]:
     drive = use_drive(config, folder / "drive")
     drive.rmdir()
-    yield [str(drive), "No such file or directory", "create it or name another"]
+    yield ["tiers.nvme_dirs: ", str(drive), "No such file or directory", "create it or name another"]
     drive.mkdir()
 
 
@@ -254,7 +261,7 @@ def drive_is_a_circle_of_links(config: RunConfig, folder: Path) -> Iterator[list
 def drive_is_read_only(config: RunConfig, folder: Path) -> Iterator[list[str]]:
     drive = use_drive(config, folder / "drive")
     with mounted(drive, "-t", "tmpfs", "-o", "ro,size=16m", "none"):
-        yield [str(drive), "Read-only file system", "name another directory"]
+        yield [str(drive), "Read-only file system", "is mounted read-only: name another directory"]
 
 
 @mistake

@@ -72,8 +72,9 @@ def test_a_circle_of_links(tmp_path: Path) -> None:
 def test_not_writable(tmp_path: Path, number: int) -> None:
     with seam.injected(FaultySyscalls(fail(number, on="open", path=f"{tmp_path}/*"))):
         text = refusal(tmp_path)
+    remedy = "the file system is mounted read-only" if number == errno.EROFS else "files must be created"
     assert text.startswith(
-        f"writing to directory {tmp_path} failed: {os.strerror(number)} (errno {number}); files must"
+        f"writing to directory {tmp_path} failed: {os.strerror(number)} (errno {number}); {remedy}"
     )
     assert "probe" not in text
 

@@ -45,6 +45,12 @@ def test_what_is_given_beside_a_run_file_counts(tierstream: Command, tmp_path: P
     assert "cannot be trained: binds: model.attention='sinks' is for decoders with sinks" in out
 
 
+def test_a_model_that_is_not_there(tierstream: Command, tmp_path: Path) -> None:
+    """Named as it was given: no key of a run file was."""
+    said = [f"{tmp_path}/none does not exist; MODEL must be a local directory"]
+    tierstream.refused("check-model", str(tmp_path / "none"), said=said)
+
+
 def test_weights_in_another_format_are_looked_at_too(tierstream: Command, tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

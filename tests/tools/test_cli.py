@@ -93,7 +93,7 @@ def test_every_command_has_help(run: Callable[..., Outcome], command: str) -> No
         (["zzz"], f"unknown command zzz; the commands are {', '.join(cli.COMMANDS)}"),
         (["train"], "RUN.yaml is missing; usage: tierstream train RUN.yaml [options]"),
         (["train", "--model.path", "x"], "RUN.yaml is missing; usage: tierstream train RUN.yaml [options]"),
-        (["train", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
+        (["train", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory; name a run file"),
         (["verify"], "RUN_OR_CHECKPOINT is missing; usage: tierstream verify RUN_OR_CHECKPOINT [options]"),
         (["verify", "absent"], "absent is not a directory"),
         (["verify", "absent", "--forse"], "unknown option --forse; `tierstream verify RUN_OR_CHECKPOINT "

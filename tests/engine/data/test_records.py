@@ -56,7 +56,7 @@ def test_a_bad_line_is_named_or_skipped_and_told(tmp_path: Path, bad: str, colum
 
 def test_a_last_line_that_is_cut_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", '{"text": "a"}\n{"text": "b')
-    with pytest.raises(DataError, match=r"a\.jsonl:2:10: Unterminated string"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2:10: this is no JSON: Unterminated string"):
         read(path)
 
 
@@ -111,13 +111,13 @@ def test_json_is_read_value_by_value(
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ('[{"a": 1},\n {"a": tru}]', "2:8: Expecting value"),
-        ('[{"a": 1}\n {"a": 1}]', "2:2: Expecting ',' or ']'"),
-        ('[{"a": 1},\n]', "2:1: Expecting value"),
-        ('[{"a": 1},\n', "2:1: Expecting value"),
-        ('[{"a": 1}] x', "1:12: Extra data"),
-        ('[\n{"a": "b\n"}]', "2:9: Invalid control character"),
-        ('[\n{"a": "b', "2:7: Unterminated string"),
+        ('[{"a": 1},\n {"a": tru}]', "2:8: this is no JSON: Expecting value"),
+        ('[{"a": 1}\n {"a": 1}]', "2:2: this is no JSON: Expecting ',' or ']'"),
+        ('[{"a": 1},\n]', "2:1: this is no JSON: Expecting value"),
+        ('[{"a": 1},\n', "2:1: this is no JSON: Expecting value"),
+        ('[{"a": 1}] x', "1:12: this is no JSON: Extra data"),
+        ('[\n{"a": "b\n"}]', "2:9: this is no JSON: Invalid control character"),
+        ('[\n{"a": "b', "2:7: this is no JSON: Unterminated string"),
         ('{"a":\n{"b": 1,\n "b": 2}}', "3:2: the same key twice"),
         ('[{"a": NaN}]', "1:8: NaN is no JSON"),
         ("[1, 2]", "1:1: a number where an object"),

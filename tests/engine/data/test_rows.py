@@ -292,7 +292,8 @@ def test_steps_with_more_rows_than_an_epoch_are_warned_of() -> None:
     assert rows[3].padding_warning() is None
     assert rows[7].padding_warning() == (
         "train.rows_per_step is 7, and an epoch has 3 rows: each step is filled up with 4 rows of padding, "
-        "which are computed like others; lower train.rows_per_step to 3, give more data, or lower data.seq_len"
+        "which are computed like others; lower train.rows_per_step to 3, give more data, or lower "
+        "data.seq_len"
     )
 
 

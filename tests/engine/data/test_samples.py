@@ -197,14 +197,15 @@ def test_bad_records_are_refused_or_skipped_and_counted(tmp_path: Path, codec: C
     records += [{"messages": [{"role": "assistant", "content": "e"}]}, '{"text": "\\ud800"}', {"text": "f"}]
     path = write(tmp_path / "a.jsonl", records)
     with pytest.raises(
-        DataError, match=r"a\.jsonl:1:13: Expecting .*; correct the record, or .*bad_lines: skip"
+        DataError,
+        match=r"a\.jsonl:1:13: this is no JSON: Expecting .*; correct the record, or .*bad_lines: skip",
     ):
         make(path, codec)
     samples, counts = make(path, codec, bad_lines="skip")
     assert samples == [(2, [(True, f"b{END}")]), (8, [(True, f"f{END}")])]
     assert (counts.records, counts.samples, counts.bad_records) == (8, 2, 6)
     assert [text.removeprefix(f"{path}:")[:22] for text in counts.problems] == [
-        "1:13: Expecting ',' de",
+        "1:13: this is no JSON:",
         "3: no format fits the ",
         "4:1: an array where an",
         "5: 'completion' is of ",
