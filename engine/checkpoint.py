@@ -13,18 +13,21 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config_tree import differences
 from tierstream.io import durable
-from tierstream.io.errors import CheckpointError, ConfigError, storage_errors
+from tierstream.io.errors import CheckpointError, ConfigError, DamagedPageError, storage_errors
 from tierstream.tiered.capture import Capture
 from tierstream.tiered.snapshot import Snapshot
 from tierstream.tiered.snapshot_writer import write_capture
 
 _NAME = re.compile(r"step-(\d{8,})")
 _BEST = "best"
+
+#: Checkpoints whose pages were read and are not what was written -> what was found.
+Damaged: TypeAlias = Mapping[Path, str]
 
 #: Keys and sections of a run file that may differ on resume: they change no bit of the state. Data and model
 #: may lie elsewhere, but must be the same: the token stream is compared by its fingerprint, the architecture
@@ -39,7 +42,7 @@ _FREE = {
     "data.tokenizer",
     "data.vocab_size",
     "data.workers",
-    "eval",  # a share kept from training shows in the fingerprint of the data
+    "eval",
     "model.path",
     "model.config",
     "model.vocab_size",  # the architecture tells
@@ -109,13 +112,18 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def find_resume(
-    resume: str, directory: Path, run_id: str | None, on_event: Callable[[str], None]
+    resume: str,
+    directory: Path,
+    run_id: str | None,
+    on_event: Callable[[str], None],
+    damaged: Damaged,
 ) -> Snapshot | None:
     """The snapshot that `checkpoint.resume` asks for.
 
     Args:
         run_id: identity of the run that owns `directory`; `auto` passes over checkpoints of other runs.
         on_event: is told what `auto` passes over, and why.
+        damaged: are passed over, too.
 
     Raises:
         CheckpointError: a named checkpoint is incomplete or damaged, or all of `directory` are.
@@ -126,6 +134,9 @@ def find_resume(
         return Snapshot.open(Path(resume))
     problems = []
     for _, path in reversed(checkpoints(directory)):
+        if path in damaged:
+            problems.append(damaged[path])
+            continue
         try:
             snapshot = Snapshot.open(path)
         except CheckpointError as error:
@@ -142,6 +153,16 @@ def find_resume(
             "checkpoint.resume, or start anew in another run_dir"
         )
     return None
+
+
+def with_another(error: DamagedPageError) -> CheckpointError:
+    """The error of a checkpoint that a run file names, with the newest other one of its run, if any."""
+    named = Path(error.root)
+    run_id = _run_id(named)
+    for _, path in reversed(checkpoints(named.parent)):
+        if path != named and run_id is not None and _run_id(path) == run_id:
+            return CheckpointError(f"{error}: checkpoint.resume: {path} is the newest other one of its run")
+    return error
 
 
 def write(
@@ -202,6 +223,12 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
         )
     changed = sorted(differences(saved, current).items())
     for key, (before, now) in changed:
+        if key == "eval.share":
+            raise CheckpointError(
+                f"eval.share is {before} in the checkpoint and {now} now: it says what is not trained on, so "
+                "the training data would be others; set it back, or start a new run from an export of the "
+                "checkpoint"
+            )
         if key in _OTHER_PLANES:
             raise CheckpointError(
                 f"{key} is {before} in the checkpoint and {now} now: these are other planes, which no "

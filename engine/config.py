@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from tierstream.engine.checkpoint import CheckpointConfig
 from tierstream.engine.config_file import load
+from tierstream.engine.config_tree import leaves, nearest_keys, sections
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.moe.config import MoeConfig
@@ -172,3 +173,9 @@ class RunConfig:
                 "checkpoint.keep_best is true, but there is no evaluation to say what is best; name "
                 "eval.files, or set eval.share"
             )
+        for key in self.checkpoint.allow_changed or ():
+            known = key in leaves(RunConfig) or key in sections(RunConfig)
+            if not known and key.partition(".")[0] != "architecture":
+                nearest = " or ".join(nearest_keys(RunConfig, key))
+                hint = f"did you mean {nearest}?" if nearest else "name keys as a run file has them"
+                raise ConfigError(f"checkpoint.allow_changed: there is no key {key}; {hint}")

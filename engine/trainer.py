@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 
 from tierstream.engine import assemble
+from tierstream.engine.checkpoint import with_another
 from tierstream.engine.config import RunConfig
 from tierstream.engine.device.full import full_memory_errors
 from tierstream.engine.interpreter import undisturbed
@@ -15,6 +17,7 @@ from tierstream.engine.run.callbacks import Callback, Callbacks
 from tierstream.engine.run.full_drive import full_drive_errors
 from tierstream.engine.run.run import Run
 from tierstream.engine.run.trackers import open_trackers
+from tierstream.io.errors import DamagedPageError
 
 _TAKES_LESS = (
     "lower data.seq_len, train.rows_per_step, train.rows_per_chunk, train.loss_chunk_tokens, tiers.dram or "
@@ -46,7 +49,7 @@ class Trainer:
         with full_memory_errors(_TAKES_LESS), full_drive_errors(self.config), ExitStack() as parts:
             for tracker in self._trackers:
                 parts.callback(tracker.close)
-            run = Run.open(self.config, self.callbacks, parts)
+            run = self._open(parts)
             parts.enter_context(undisturbed())
             path = run.directory.metrics_path
             metrics = parts.enter_context(RecordWriter(path, StepMetrics, last_step=run.step))
@@ -58,3 +61,17 @@ class Trainer:
             run.finish()
         self.callbacks.on_end(run.summary)
         return run.summary
+
+    def _open(self, parts: ExitStack) -> Run:
+        """Of checkpoints that `auto` may take, the newest that can be read to its end."""
+        damaged = dict[Path, str]()
+        while True:
+            try:
+                with ExitStack() as own:
+                    run = Run.open(self.config, self.callbacks, own, damaged)
+                    parts.push(own.pop_all())
+                    return run
+            except DamagedPageError as error:
+                if self.config.checkpoint.resume != "auto":
+                    raise with_another(error) from error
+                damaged[Path(error.root)] = str(error)

@@ -59,6 +59,18 @@ class CheckpointError(TierstreamError):
     """A checkpoint that is incomplete, damaged or does not fit the run."""
 
 
+class DamagedPageError(CheckpointError):
+    """What was read of a checkpoint is not what was written.
+
+    Attributes:
+        root: directory of the checkpoint.
+    """
+
+    def __init__(self, message: str, root: str) -> None:
+        super().__init__(message)
+        self.root = root
+
+
 _REMEDIES = {
     errno.ENOSPC: "the drive is full: free space there or choose a directory on another drive",
     errno.EDQUOT: "the disk quota is used up: free space there or choose a directory on another drive",

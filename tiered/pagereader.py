@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstream._native import crc32c
-from tierstream.io.errors import CheckpointError
+from tierstream.io.errors import DamagedPageError
 from tierstream.tiered.hierarchy import chunk_path
 from tierstream.tiered.layout import Page
 from tierstream.tiered.manifest import Manifest
@@ -34,7 +34,7 @@ class PageReader:
 
     def __init__(self, manifest: Manifest, root: str, page: Page, read_at: ReadAt, scratch: Bytes) -> None:
         self.page = page
-        self.path = chunk_path(root, *page)
+        self.path, self._root = chunk_path(root, *page), root
         self._expected = manifest.checksums[page]
         self._nbytes = manifest.layout.page_nbytes(page)
         self._read_at = read_at
@@ -65,14 +65,15 @@ class PageReader:
         """Read the rest of the page.
 
         Raises:
-            CheckpointError: the page is not what was written.
+            DamagedPageError: the page is not what was written.
         """
         self.skip(self._nbytes - self._done)
         if self._expected is not None and self._crc != self._expected:
             page = self.page
-            raise CheckpointError(
+            raise DamagedPageError(
                 f"{self.path} is damaged: page {page.index} of plane {page.unit}/{page.plane} has CRC-32C "
-                f"{self._crc:#010x}, its manifest says {self._expected:#010x}; use another checkpoint"
+                f"{self._crc:#010x}, its manifest says {self._expected:#010x}; use another checkpoint",
+                self._root,
             )
 
 
@@ -106,7 +107,7 @@ class PlaneReader:
         """Fill `target` with the next bytes of the plane.
 
         Raises:
-            CheckpointError: a page that ends in them is damaged.
+            DamagedPageError: a page that ends in them is.
         """
         page_bytes = self._layout.page_bytes
         end = self._layout.spec(self._unit, self._plane).nbytes

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class RunDirectory:
         resume: the run goes on from a checkpoint, so what is there is its own.
 
     Raises:
-        ConfigError: the directory holds another run's results and `resume` is off, or it is no directory.
+        ConfigError: it is no directory; on entering: it holds another run's results, and `resume` is off.
         StorageError: it cannot be created; on entering: another process holds it.
     """
 
@@ -64,9 +65,7 @@ class RunDirectory:
             durable.make_directories(directory)
             if not directory.is_dir():
                 raise ConfigError(f"run_dir is {self.path}, but {directory} is not a directory")
-        if not resume:
-            with storage_errors("reading", self.path):
-                self._refuse_overwriting()
+        self._resume = resume
 
     def _refuse_overwriting(self) -> None:
         results = (self.metrics_path, self.result_path)
@@ -79,7 +78,13 @@ class RunDirectory:
             )
 
     def __enter__(self) -> RunDirectory:
-        self._lock = DirectoryLock(self.path)
+        with ExitStack() as parts:
+            self._lock = lock = DirectoryLock(self.path)
+            parts.callback(lock.release)
+            if not self._resume:
+                with storage_errors("reading", self.path):
+                    self._refuse_overwriting()
+            parts.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tierstream.engine import assemble, checkpoint
+from tierstream.engine.checkpoint import Damaged
 from tierstream.engine.config import RunConfig
 from tierstream.engine.config_tree import to_plain
 from tierstream.engine.data.chat import given_template
@@ -87,8 +88,8 @@ class Run:
         self._before = runtime.traffic()
 
     @classmethod
-    def open(cls, config: RunConfig, callbacks: Callbacks, parts: ExitStack) -> Run:
-        """Everything before step 0; what is opened is closed by `parts`, last first."""
+    def open(cls, config: RunConfig, callbacks: Callbacks, parts: ExitStack, damaged: Damaged) -> Run:
+        """All before step 0, closed by `parts`. Raises DamagedPageError: the checkpoint is one more."""
         check_nvme_dirs(config.tiers.nvme_dirs or [])
         run_dir = Path(config.run_dir)
         verdict = pass_gate(config.model, callbacks.on_event)
@@ -96,7 +97,7 @@ class Run:
         check_packing(config.data, config.model.attention, verdict)
         identity = _RunIdentity(run_dir)
         resume, kept = config.checkpoint.resume, run_dir / "checkpoints"
-        snapshot = checkpoint.find_resume(resume, kept, identity.read(), callbacks.on_event)
+        snapshot = checkpoint.find_resume(resume, kept, identity.read(), callbacks.on_event, damaged)
         directory = parts.enter_context(RunDirectory(run_dir, resume=resume != "none"))
         state = _first_state() if snapshot is None else dict(snapshot.state)
         settings = _settings(config, hf_config)

@@ -156,13 +156,14 @@ def test_run_directory_lays_out_a_run(tmp_path: Path) -> None:
 def test_another_run_is_not_overwritten(tmp_path: Path, found: str) -> None:
     RunDirectory(tmp_path, resume=False)
     (tmp_path / found).write_text("x")
-    with pytest.raises(ConfigError) as caught:
-        RunDirectory(tmp_path, resume=False)
+    with pytest.raises(ConfigError) as caught, RunDirectory(tmp_path, resume=False):
+        pass
     assert str(caught.value) == (
         f"run_dir {tmp_path} already holds a run ({found}); choose another run_dir, or set checkpoint.resume "
         "to auto to go on with this one"
     )
-    RunDirectory(tmp_path, resume=True)
+    with RunDirectory(tmp_path, resume=True):
+        pass
     assert (tmp_path / found).read_text() == "x"
 
 
@@ -171,7 +172,8 @@ def test_a_run_that_never_began_is_no_run(tmp_path: Path) -> None:
     directory.write_config(Boat(name="Ada"))
     RecordWriter(directory.metrics_path, StepMetrics, last_step=0).close()
     (tmp_path / "notes.txt").write_text("mine")
-    RunDirectory(tmp_path, resume=False)
+    with RunDirectory(tmp_path, resume=False):
+        pass
 
 
 def test_a_run_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
@@ -185,9 +187,13 @@ def test_a_run_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_share_a_run_directory(tmp_path: Path) -> None:
+    """Whoever begins a new run in it is told that, too, and not to go on with what is there."""
     taken = f"process {os.getpid()} is using this directory"
-    with RunDirectory(tmp_path, resume=True), pytest.raises(StorageError, match=taken):
-        RunDirectory(tmp_path, resume=True).__enter__()
+    with RunDirectory(tmp_path, resume=True) as held:
+        held.metrics_path.write_text("x")
+        for resume in (True, False):
+            with pytest.raises(StorageError, match=taken):
+                RunDirectory(tmp_path, resume=resume).__enter__()
     with RunDirectory(tmp_path, resume=True):
         pass
 

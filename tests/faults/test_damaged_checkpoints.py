@@ -69,6 +69,46 @@ def test_a_flipped_bit_in_a_checkpoint_is_refused(
     assert [key for key in same if same[key].tobytes() != expected[key].tobytes()] == []
 
 
+@pytest.mark.parametrize("on_drive", [True, False])
+def test_auto_goes_on_from_the_newest_checkpoint_that_is_whole(
+    command: Command, tmp_path: Path, two_checkpoints: RunConfig, on_drive: bool
+) -> None:
+    """To the bits of the run that was never damaged; what is damaged can be seen only in its pages."""
+    config = make_run(tmp_path, steps=2)
+    if on_drive:
+        use_drive(config, tmp_path / "drive")
+    shutil.rmtree(config.run_dir, ignore_errors=True)
+    shutil.copytree(two_checkpoints.run_dir, config.run_dir)
+    older, newest = sorted((Path(config.run_dir) / "checkpoints").iterdir())
+    chunk = newest / "layers.1" / "exp_avg" / "c" / "0"
+    flip_a_bit(chunk)
+    config.checkpoint.resume = "auto"
+    status, said, error = command.train(config)
+    assert (status, error) == (0, "")
+    (warning,) = [line for line in said.splitlines() if "not resumed from" in line]
+    assert str(chunk) in warning
+    assert f"the checkpoint of step 1, {older}" in said
+    expected, found = final_planes(two_checkpoints), final_planes(config)
+    assert [key for key in expected if found[key].tobytes() != expected[key].tobytes()] == []
+
+    for path in (older, newest):
+        flip_a_bit(path / "layers.1" / "exp_avg" / "c" / "0")
+    both = [str(path / "layers.1") for path in (older, newest)]
+    command.refused_train(config, said=["no checkpoint in", *both])
+    assert {older, newest} <= set(newest.parent.iterdir()), "a person may want to look at them"
+
+
+def test_who_names_a_damaged_checkpoint_is_told_another(
+    command: Command, tmp_path: Path, two_checkpoints: RunConfig
+) -> None:
+    config = make_run(tmp_path, steps=2)
+    copy = tmp_path / "copy"
+    shutil.copytree(Path(two_checkpoints.run_dir) / "checkpoints", copy)
+    flip_a_bit(copy / "step-00000002" / "layers.1" / "exp_avg" / "c" / "0")
+    config.checkpoint.resume = str(copy / "step-00000002")
+    command.refused_train(config, said=["is damaged", f"checkpoint.resume: {copy / 'step-00000001'}"])
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

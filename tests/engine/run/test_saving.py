@@ -139,12 +139,12 @@ def test_order_is_by_step_and_run_whatever_the_files_say(
             newest = directory / f"step-{step:08d}"
             os.utime(newest, (0, 0))
             assert [found for found in run.steps() if found != 9999] == left
-            resumed = find_resume("auto", directory, "ours", run.log.on_event)
+            resumed = find_resume("auto", directory, "ours", run.log.on_event, {})
             assert resumed is not None
             assert resumed.path == newest
             run.now -= 86400
     assert run.steps()[-1] == 9999
-    theirs = find_resume("auto", directory, "theirs", other.log.on_event)
+    theirs = find_resume("auto", directory, "theirs", other.log.on_event, {})
     assert theirs is not None
     assert theirs.state["step"] == 9999
 
@@ -212,7 +212,7 @@ def test_power_that_goes_in_a_save_or_its_rotation_costs_one_step_at_most(direct
         with Process(copy, every_steps=1) as run, seam.injected(machine), suppress(Crash):
             run.step(3)
         machine.lose_unsynced(stop, copy)
-        resumed = find_resume("auto", copy, "ours", run.log.on_event)
+        resumed = find_resume("auto", copy, "ours", run.log.on_event, {})
         assert resumed is not None
         resumed.verify()
         step = int(resumed.state["step"])  # type: ignore[call-overload]
