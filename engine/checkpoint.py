@@ -26,7 +26,7 @@ from tierstream.tiered.snapshot_writer import write_capture
 _NAME = re.compile(r"step-(\d{8,})")
 _BEST = "best"
 
-#: Checkpoints whose pages were read and are not what was written -> what was found.
+#: Checkpoints (absolute) whose pages were read and are not what was written -> what was found.
 Damaged: TypeAlias = Mapping[Path, str]
 
 #: Keys and sections of a run file that may differ on resume: they change no bit of the state. Data and model
@@ -134,8 +134,8 @@ def find_resume(
         return Snapshot.open(Path(resume))
     problems = []
     for _, path in reversed(checkpoints(directory)):
-        if path in damaged:
-            problems.append(damaged[path])
+        if (found := damaged.get(Path(os.path.abspath(path)))) is not None:
+            problems.append(found)
             continue
         try:
             snapshot = Snapshot.open(path)

@@ -72,6 +72,7 @@ class Trainer:
                     parts.push(own.pop_all())
                     return run
             except DamagedPageError as error:
-                if self.config.checkpoint.resume != "auto":
+                root = Path(error.root)
+                if self.config.checkpoint.resume != "auto" or root in damaged:
                     raise with_another(error) from error
-                damaged[Path(error.root)] = str(error)
+                damaged[root] = str(error)

@@ -98,6 +98,21 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_whole(
     assert {older, newest} <= set(newest.parent.iterdir()), "a person may want to look at them"
 
 
+def test_auto_passes_over_damage_where_run_dir_is_relative(
+    command: Command, tmp_path: Path, two_checkpoints: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint tells its absolute path: it must be known again, or loading begins anew without end."""
+    config = make_run(tmp_path, steps=2)
+    shutil.copytree(two_checkpoints.run_dir, config.run_dir, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    config.run_dir, config.checkpoint.resume = f"../{tmp_path.name}/run", "auto"
+    flip_a_bit(Path("run/checkpoints/step-00000002/layers.1/exp_avg/c/0"))
+    status, said, error = command.train(config)
+    assert (status, error) == (0, "")
+    assert said.count("not resumed from") == 1
+    assert "state: the checkpoint of step 1, " in said
+
+
 def test_who_names_a_damaged_checkpoint_is_told_another(
     command: Command, tmp_path: Path, two_checkpoints: RunConfig
 ) -> None:
