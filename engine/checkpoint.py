@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -122,7 +122,7 @@ def find_resume(
 
     Args:
         run_id: identity of the run that owns `directory`; `auto` passes over checkpoints of other runs.
-        on_event: is told what `auto` passes over, and why.
+        on_event: is told what `auto` passes over, why, and what it takes.
         damaged: are passed over, too.
 
     Raises:
@@ -144,7 +144,7 @@ def find_resume(
             continue
         if run_id is None or snapshot.state.get("run_id") == run_id:
             for problem in problems:
-                on_event(f"warning: not resumed from: {problem}")
+                on_event(f"warning: not resumed from: {problem}: {path} is taken")
             return snapshot
         problems.append(f"{path} belongs to another run ({snapshot.state.get('run_id')})")
     if problems:
@@ -157,7 +157,7 @@ def find_resume(
 
 def with_another(error: DamagedPageError) -> CheckpointError:
     """The error of a checkpoint that a run file names, with the newest other one of its run, if any."""
-    named = Path(error.root)
+    named = Path(os.path.realpath(error.root))  # `best` is the name of another
     run_id = _run_id(named)
     for _, path in reversed(checkpoints(named.parent)):
         if path != named and run_id is not None and _run_id(path) == run_id:
@@ -181,16 +181,19 @@ def write(
     return path
 
 
-def rotate(directory: Path, newest: Path, keep: int) -> None:
+def rotate(directory: Path, newest: Path, keep: int, damaged: Collection[str] = ()) -> None:
     """Remove what is beyond `keep` of the checkpoints of a run up to `newest`, but never the best, and what a
-    crash left half-written. Raises StorageError.
+    crash left half-written. Those named in `damaged` stay, and take no place of a whole one. Raises
+    StorageError.
     """
     with storage_errors("looking at", directory):
         found, leftovers = checkpoints(directory), _entries(directory)
         best = os.readlink(directory / _BEST) if (directory / _BEST).is_symlink() else None
     run_id = _run_id(newest)
     last = next(step for step, path in found if path == newest)
-    own = [path for step, path in found if step <= last and path.name != best and _run_id(path) == run_id]
+    spared = {best, *damaged}
+    due = (path for step, path in found if step <= last and path.name not in spared)
+    own = [path for path in due if _run_id(path) == run_id]
     for old in own[:-keep]:
         durable.remove_tree(old)
     for leftover in leftovers:

@@ -71,6 +71,7 @@ class Run:
         tier: assemble.Drives | None,
         interludes: Interludes,
         state: dict[str, Any],
+        damaged: Damaged,
     ) -> None:
         self.config, self.callbacks, self.directory = config, callbacks, directory
         self.rows, self.runtime, self._tier, self._interludes = rows, runtime, tier, interludes
@@ -83,7 +84,8 @@ class Run:
         self.failure: TierstreamError | None = None
         self.summary = RunSummary()
         self._notes = StepNotes(config.optimizer)
-        self._saver = Saver(config.checkpoint, directory.checkpoints, runtime, callbacks)
+        spared = [path.name for path in damaged]
+        self._saver = Saver(config.checkpoint, directory.checkpoints, runtime, callbacks, damaged=spared)
         self._trace = RunTrace(config.train.trace_steps, runtime.trace, directory, callbacks, self.step)
         self._before = runtime.traffic()
 
@@ -143,7 +145,7 @@ class Run:
             "dtypes": dict(report.dtypes),
             "chat_template": given_template(config.data),  # its file may be gone when the model is exported
         }
-        run = cls(config, callbacks, directory, rows, runtime, tier, interludes, state)
+        run = cls(config, callbacks, directory, rows, runtime, tier, interludes, state, damaged)
         parts.enter_context(run._saver)
         directory.write_plan(report)
         callbacks.on_plan(report)

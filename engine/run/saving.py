@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,7 @@ class Saver:
 
     Args:
         clock: seconds, rising.
+        damaged: names of checkpoints that were passed over; they stay until one of the same step is written.
 
     Attributes:
         newest: the newest complete checkpoint of this process; None: none yet.
@@ -57,9 +58,11 @@ class Saver:
         runtime: Runtime,
         callbacks: Callbacks,
         clock: Callable[[], float] = time.monotonic,
+        damaged: Iterable[str] = (),
     ) -> None:
         self._config, self._directory, self._runtime, self._callbacks = config, directory, runtime, callbacks
         self._clock, self._last_s = clock, clock()
+        self._damaged = set(damaged)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierstream-checkpoint")
         self._under_way: tuple[int, Future[_Written]] | None = None
         self._saved_step: int | None = None
@@ -123,9 +126,10 @@ class Saver:
         begin = time.perf_counter()
         with capture:
             path = checkpoint.write(capture, self._directory, step, state, best=best)
+        self._damaged.discard(path.name)
         problem = None
         try:
-            checkpoint.rotate(self._directory, path, self._config.keep)
+            checkpoint.rotate(self._directory, path, self._config.keep, self._damaged)
         except StorageError as error:
             problem = error
         return _Written(path, time.perf_counter() - begin, problem)

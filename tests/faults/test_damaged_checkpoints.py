@@ -87,6 +87,7 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_whole(
     assert (status, error) == (0, "")
     (warning,) = [line for line in said.splitlines() if "not resumed from" in line]
     assert str(chunk) in warning
+    assert f"{older} is taken" in warning
     assert f"the checkpoint of step 1, {older}" in said
     expected, found = final_planes(two_checkpoints), final_planes(config)
     assert [key for key in expected if found[key].tobytes() != expected[key].tobytes()] == []
@@ -120,8 +121,10 @@ def test_who_names_a_damaged_checkpoint_is_told_another(
     copy = tmp_path / "copy"
     shutil.copytree(Path(two_checkpoints.run_dir) / "checkpoints", copy)
     flip_a_bit(copy / "step-00000002" / "layers.1" / "exp_avg" / "c" / "0")
-    config.checkpoint.resume = str(copy / "step-00000002")
-    command.refused_train(config, said=["is damaged", f"checkpoint.resume: {copy / 'step-00000001'}"])
+    (copy / "best").symlink_to("step-00000002")
+    for name in ("step-00000002", "best"):
+        config.checkpoint.resume = str(copy / name)
+        command.refused_train(config, said=["is damaged", f"checkpoint.resume: {copy / 'step-00000001'}"])
 
 
 @pytest.mark.parametrize(

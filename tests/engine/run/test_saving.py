@@ -47,7 +47,9 @@ class Log(Callback):
 class Process:
     """One process of a run: every step writes its number into all pages."""
 
-    def __init__(self, directory: Path, run_id: str = "ours", **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, run_id: str = "ours", damaged: tuple[str, ...] = (), **settings: Any
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self.directory, self.run_id, self.log, self.now = directory, run_id, Log(), 0.0
         self.callbacks = Callbacks([self.log])
@@ -59,7 +61,9 @@ class Process:
             trace=SimpleNamespace(span=lambda *_: nullcontext()),
         )  # fmt: skip
         config = CheckpointConfig(**settings)
-        self.saver = Saver(config, directory, runtime, self.callbacks, clock=lambda: self.now)
+        self.saver = Saver(
+            config, directory, runtime, self.callbacks, clock=lambda: self.now, damaged=damaged
+        )
 
     def state(self) -> dict[str, object]:
         return {"step": self.last, "run_id": self.run_id}
@@ -123,6 +127,21 @@ def test_minutes_that_mean_nothing_are_refused(minutes: float) -> None:
 )
 def test_checkpoints_that_stand_side_by_side(settings: dict[str, Any], most: int) -> None:
     assert CheckpointConfig(**settings).most_at_once == most
+
+
+def test_a_damaged_checkpoint_stays_and_takes_no_place_of_a_whole_one(directory: Path) -> None:
+    """It was passed over on resume. Once its step is written again it is one as any other."""
+    with Process(directory, every_steps=4) as run:
+        run.step(4)
+        run.step(8)
+    with Process(directory, every_steps=3, damaged=("step-00000008",)) as run:
+        for step, left in [(6, [4, 6, 8]), (9, [6, 8, 9]), (12, [8, 9, 12])]:
+            run.step(step)
+            assert run.steps() == left
+    with Process(directory, every_steps=1, damaged=("step-00000012",)) as run:
+        run.step(12)
+        run.step(13)
+        assert run.steps() == [12, 13]
 
 
 def test_order_is_by_step_and_run_whatever_the_files_say(
