@@ -217,13 +217,18 @@ def plan_bound(rates: Rates, plan: Plan, layout: Layout, script: StepScript, *, 
         on_drives: the state lies on drives; else DRAM holds all of it.
     """
     read_bytes, written_bytes = least_traffic(script.steady_uses(), plan, layout) if on_drives else (0, 0)
-    streamed = _streamed(plan, layout)
-    updated = _updated([spec for spec in streamed if spec.unit not in script.not_updated])
+    streamed, idle = _streamed(plan, layout), script.expected_idle
+    updated = [
+        spec
+        for spec in _updated(streamed)
+        if spec.unit not in script.not_updated and not (spec.plane == "grad" and spec.unit in idle)
+    ]
+    uploaded = (spec for spec in streamed if spec.plane == "weight" and spec.unit not in idle)
     flop = plan.flop_per_step - plan.spared_flop
     return step_bound(
         rates,
         flop=flop,
-        upload_bytes=sum(spec.nbytes for spec in streamed if spec.plane == "weight"),
+        upload_bytes=sum(spec.nbytes for spec in uploaded),
         parameters=sum(t.numel for spec in updated if spec.plane == "weight" for t in spec.tensors),
         read_bytes=read_bytes,
         written_bytes=written_bytes,

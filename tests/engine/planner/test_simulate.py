@@ -180,9 +180,12 @@ def test_the_bound_leaves_out_what_idle_experts_do_not_need(tmp_path: Path) -> N
     dense, lazy = bounds["dense"], bounds["lazy"]
     assert lazy == bounds["frozen"]
     assert lazy.nvme_written_bytes < 0.7 * dense.nvme_written_bytes
-    idle, trained = case.script.expected_idle, case.script.streamed
-    share = sum(unit.numel for unit in trained if unit.name not in idle) / sum(u.numel for u in trained)
-    assert 0.3 < share < 0.9
+    idle, layout = case.script.expected_idle, case.layout
+    busy = [unit.name for unit in case.script.streamed if unit.name not in idle]
+    assert 0 < len(idle) < sum(map(len, case.units.experts))
+    for bound in (dense, lazy):
+        uploaded = sum(layout.spec(name, "weight").nbytes for name in busy)
+        assert bound.seconds["upload"] == pytest.approx(uploaded / GPU.rates.upload)
 
 
 def test_the_cpu_as_device_and_a_budget_that_is_too_small(tmp_path: Path) -> None:
