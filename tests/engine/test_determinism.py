@@ -34,4 +34,6 @@ def test_new_tensors_are_filled_in_debug_runs_alone(deterministic: bool, debug: 
         )
     )
     assert torch.are_deterministic_algorithms_enabled() == deterministic
-    assert bool(torch.empty(1000).isnan().all()) == (deterministic and debug)
+    assert torch.utils.deterministic.fill_uninitialized_memory == debug
+    if deterministic and debug:  # else it holds what the heap has there, perhaps the same
+        assert torch.empty(1000).isnan().all()
