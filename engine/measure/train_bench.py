@@ -86,14 +86,16 @@ class RunRecord:
 
 
 class GpuMemory:
-    """Device memory of one of several cases that hold some at the same time."""
+    """Device memory of one of several cases that hold some at the same time.
 
-    #: What runs of any case have left behind: workspaces of libraries, which each would have on its own.
-    _left = 0
+    Args:
+        cases: all of them, which this one joins.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cases: list[GpuMemory]) -> None:
         self._device = device if device.type == "cuda" else None
-        self._held = 0
+        self._held, self._cases = 0, cases
+        cases.append(self)
 
     def building(self, build: Callable[[], _Result]) -> _Result:
         """Calls it; what it allocates and keeps belongs to this case."""
@@ -103,15 +105,15 @@ class GpuMemory:
         return built
 
     def running(self, run: Callable[[], _Result]) -> tuple[_Result, int | None]:
-        """Calls it; also gives the case's peak in bytes meanwhile."""
+        """Calls it; also gives the case's peak in bytes meanwhile, with what each would have on its own, as
+        workspaces of libraries, whoever came to need them first.
+        """
         if self._device is None:
             return run(), None
-        before, left = self._allocated(), GpuMemory._left
         torch.cuda.reset_peak_memory_stats(self._device)
         result = run()
-        peak = self._held + left + torch.cuda.max_memory_allocated(self._device) - before
-        GpuMemory._left += self._allocated() - before
-        return result, peak
+        of_others = sum(case._held for case in self._cases if case is not self)
+        return result, torch.cuda.max_memory_allocated(self._device) - of_others
 
     def _allocated(self) -> int:
         return 0 if self._device is None else torch.cuda.memory_allocated(self._device)
@@ -149,6 +151,7 @@ class TieredBench:
         self.config, self._batch = config, batch
         self.history: list[tuple[Setting, float]] = []
         """Setting and loss of every step, in order."""
+        self.memories = list[GpuMemory]()
         self._last: TieredCase | None = None
         self._rested = False
         self._trace = Trace()
@@ -193,7 +196,7 @@ class TieredBench:
         parts.callback(device.close)
         model, _ = build_model(config, parts)
         materialise_buffers(model, None, device.torch_device)
-        memory = GpuMemory(device.torch_device)
+        memory = GpuMemory(device.torch_device, self.memories)
 
         units = units_of_run(model, config.moe, config.optimizer)
 
@@ -295,7 +298,7 @@ class ResidentCase:
     def __init__(self, bench: TieredBench, batch: Batch) -> None:
         config, self._batch = bench.config, batch
         device = bench.cases[0].runtime.device.torch_device
-        self.memory, self.records = GpuMemory(device), list[RunRecord]()
+        self.memory, self.records = GpuMemory(device, bench.memories), list[RunRecord]()
         need_bytes = 2 * sum(s.nbytes for s in bench.layout.planes.values() if s.plane == "weight")
         check_device_memory(device, need_bytes, "weights and gradients of the resident baseline")
         self.model = self.memory.building(
