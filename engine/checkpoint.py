@@ -54,8 +54,15 @@ _FREE = {
     "train.log_samples",
     "train.trace_steps",
 }
-#: Keys that decide which planes there are, and in which units.
-_OTHER_PLANES = {"model.freeze", "model.train_only", "moe.stream"}
+#: Keys that nothing lets change on resume, and why: those of which planes there are, and in which units, and
+#: that of what is kept from training.
+_FIXED = {
+    **dict.fromkeys(
+        ("model.freeze", "model.train_only", "moe.stream"),
+        "these are other planes, which no setting makes fit",
+    ),
+    "eval.share": "it says what is not trained on, so the training data would be others",
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -226,16 +233,10 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], allowed
         )
     changed = sorted(differences(saved, current).items())
     for key, (before, now) in changed:
-        if key == "eval.share":
+        if key in _FIXED:
             raise CheckpointError(
-                f"eval.share is {before} in the checkpoint and {now} now: it says what is not trained on, so "
-                "the training data would be others; set it back, or start a new run from an export of the "
-                "checkpoint"
-            )
-        if key in _OTHER_PLANES:
-            raise CheckpointError(
-                f"{key} is {before} in the checkpoint and {now} now: these are other planes, which no "
-                "setting makes fit; set it back, or export the checkpoint and start a new run from that"
+                f"{key} is {before} in the checkpoint and {now} now: {_FIXED[key]}; set it back, or export "
+                "the checkpoint and start a new run from that"
             )
     different = [
         f"{key}: {before!r} in the checkpoint, {now!r} now"

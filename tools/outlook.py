@@ -39,9 +39,7 @@ def print_outlook(console: Console, outlook: Outlook) -> None:
 
 
 def _room(outlook: Outlook) -> str:
-    in_host = outlook.device_bytes is None
-    taken = outlook.dram_bytes + (outlook.device.beside_bytes if in_host else 0)
-    host = format_bytes(outlook.host_bytes - taken)
+    host = format_bytes(outlook.host_bytes - _host_taken(outlook))
     said = f"{host} of host memory are left, for the process itself as well"
     if outlook.device_bytes is None:
         return said
@@ -57,12 +55,17 @@ def _memory(outlook: Outlook) -> object:
     return table("What is where", ("tier", "plane", "bytes"), rows, text_columns=2)
 
 
+def _host_taken(outlook: Outlook) -> int:
+    """At the peak, where the device is the CPU; else what the tiers have."""
+    beside_bytes = outlook.device.beside_bytes if outlook.device_bytes is None else 0
+    return outlook.dram_bytes + beside_bytes
+
+
 def _peaks(outlook: Outlook) -> str:
     peak = outlook.device
     host = f"host arenas {format_bytes(outlook.dram_bytes)} of {format_bytes(outlook.host_bytes)}"
     if outlook.device_bytes is None:
-        most = format_bytes(outlook.dram_bytes + peak.beside_bytes)
-        return f"{host}\nhost peak about {most}: {peak.describe()}"
+        return f"{host}\nhost peak about {format_bytes(_host_taken(outlook))}: {peak.describe()}"
     gpu = f"{format_bytes(peak.nbytes)} of {format_bytes(outlook.device_bytes)}"
     return f"{host}\nGPU peak about {gpu}: {peak.describe()}"
 

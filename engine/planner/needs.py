@@ -169,11 +169,6 @@ def arenas(case: Case, *, device_in_host: bool) -> int:
     return plan.dram_bytes + plan.copy_bytes + (plan.gpu_bytes if device_in_host else 0)
 
 
-def host_peak(case: Case) -> int:
-    """Of host memory, where the device is the CPU: arenas, and what passes beside them."""
-    return arenas(case, device_in_host=True) + device_peak(case).beside_bytes
-
-
 def disk(case: Case) -> dict[str, int]:
     """What the drives and the run directory must have free: the state, what may spill, one checkpoint, and
     all checkpoints that stand side by side.

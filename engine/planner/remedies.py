@@ -12,7 +12,7 @@ from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.planner.case import Case, case_of
 from tierstream.engine.planner.drive import DriveRates
 from tierstream.engine.planner.known import Model
-from tierstream.engine.planner.needs import device_peak, host_peak
+from tierstream.engine.planner.needs import arenas, device_peak
 from tierstream.engine.planner.what_if import Setting
 from tierstream.io.errors import BudgetError, ConfigError
 from tierstream.io.sizes import format_bytes
@@ -44,7 +44,8 @@ def check_fits(setting: Setting, model: Model) -> Case:
             need_bytes=peak.nbytes,
             limit_bytes=machine.gpu_bytes,
         )
-    if machine.gpu_bytes is None and (taken := host_peak(case)) > machine.host_bytes:
+    taken = arenas(case, device_in_host=True) + peak.beside_bytes
+    if machine.gpu_bytes is None and taken > machine.host_bytes:
         raise BudgetError(
             f"host memory needs about {format_bytes(taken)} at its peak "
             f"({format_bytes(taken - peak.nbytes)} for pages, {peak.describe()}), and "

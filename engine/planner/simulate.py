@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierstream.engine.moe.use import expected_with_tokens
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.clock import Steps
 from tierstream.engine.planner.coarse import coarser, grain_for
@@ -137,8 +136,7 @@ def expected_use(case: Case, seed: int = 0) -> ExpertUse:
     """As many experts of each layer as have tokens on average where all are equally likely, drawn anew in
     every step.
     """
-    layers = zip(case.units.experts, case.units.passed_by, strict=True)
-    wanted = [expected_with_tokens(*layer, case.plan.tokens_per_step) for layer in layers]
+    wanted = case.script.with_tokens
 
     def use(step: int, layer: int) -> Sequence[int]:
         drawn = random.Random(f"{seed} {step} {layer}")

@@ -39,8 +39,9 @@ class StepScript:
         steady_plan: the slots of `uploads` where all weights were updated since the step before.
         schedules: page uses of steps and passes.
         updates_in_backward: a unit is updated as soon as its gradient is complete; else in the next forward.
-        expected_idle: experts without tokens in a step, as many as there are on average where tokens go to
-            all equally likely.
+        with_tokens: of each layer as many experts as have tokens in a step on average, where tokens go to all
+            equally likely.
+        expected_idle: the others.
         not_updated: those of them, if a step leaves their updates out or puts them off.
     """
 
@@ -62,10 +63,12 @@ class StepScript:
             layout, units, self.uses, self.granules, moe.idle, memory.resident, optimizer
         )
         self.updates_in_backward = optimizer.updates_in_backward
+        layers = zip(units.experts, units.passed_by, strict=True)
+        self.with_tokens = tuple(expected_with_tokens(*layer, plan.tokens_per_step) for layer in layers)
         self.expected_idle = frozenset(
             unit.name
-            for own, passed_by in zip(units.experts, units.passed_by, strict=True)
-            for unit in own[expected_with_tokens(own, passed_by, plan.tokens_per_step) :]
+            for own, count in zip(units.experts, self.with_tokens, strict=True)
+            for unit in own[count:]
         )
         self.not_updated = frozenset[str]() if moe.idle == "dense" else self.expected_idle
         self._frames = plan.dram_bytes // layout.page_bytes
