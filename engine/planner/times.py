@@ -8,6 +8,7 @@ from statistics import median
 from typing import Protocol, TypeAlias
 
 from tierstream.engine.bound import Rates
+from tierstream.engine.planner.activations import choices_of
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.trace.trace import Span, Track
@@ -19,11 +20,8 @@ _Both: TypeAlias = tuple[float, float]
 #: kernels that leave out what a causal mask hides reach about half of the rate of a product. Windows are not
 #: known.
 _ATTENTION: _Both = (4, 14)
-#: Bytes that cross the device's memory for each logit: fp32 logits, their exponentials and their gradient; or
-#: bf16 ones, in whose place their gradient is put.
-_LOGIT_BYTES = {"plain": 28, "liger": 10}
-#: Bytes for each parameter of a gradient: read as autograd gives it, added to an fp32 sum, squared; and of an
-#: update on the device.
+#: Bytes that cross the device's memory for each parameter of a gradient: read as autograd gives it, added to
+#: an fp32 sum, squared; and of an update on the device.
 _GRADIENT_BYTES, _UPDATE_BYTES = 14, 26
 
 
@@ -81,7 +79,8 @@ class _Work:
 
     Attributes:
         nbytes: through its memory, beside the weights that products read.
-        ops: of torch, with the Python around them.
+        ops: what Python does, in pages: as long as it takes for a page.
+        launches: operations of torch.
         products: how many, of matrices that have so many `weights` in all.
         wide: operations on a tensor that has all tokens and is as wide as the layer's input.
     """
@@ -89,34 +88,45 @@ class _Work:
     flop: float = 0.0
     nbytes: float = 0.0
     ops: float = 0.0
+    launches: float = 0.0
     products: float = 0.0
     weights: float = 0.0
     wide: float = 0.0
 
 
 class _Gpu:
-    """Products and the rest take turns, launches run beside them.
+    """Products and the rest take turns; the thread that enqueues runs beside them.
+
+    What H200 traces of single layers take beyond products and attention (docs/log.md, "layer by layer").
 
     Attributes:
         passes: how often what goes into and comes out of a matrix product crosses the device's memory, with
-            the operations around it. Fused kernels: what H200 runs of docs/measurements take beyond
-            products and attention.
-        ops: for each tensor of a layer. expert_ops: and for each expert that comes on its own, in a group,
-            however large: OLMoE on an H200, where a number of rows that is new wants a kernel to be chosen.
+            the operations around it. expert_passes: of experts: sorted, gated, weighted and summed; and of
+            those that are part of their layer, by transformers, which also masks them.
+        ops: for each tensor of a layer; experts that come on their own have theirs in groups. expert_ops: for
+            each of these beside.
+        logit_bytes: fp32 logits, their exponentials and their gradient, softmax at half the memory's rate;
+            or bf16 ones, in whose place their gradient is put.
+        sum_bytes: of the head's gradient, for each parameter and chunk of tokens.
     """
 
-    ops: _Both = (7, 22)
-    expert_ops: _Both = (60, 260)
+    launches: _Both = (7, 22)
+    expert_ops: _Both = (10, 40)
+    expert_passes: _Both = (11, 29)
+    stacked_passes: _Both = (15, 41)
 
     def __init__(self, case: Case, rates: Rates) -> None:
-        self._rates = rates
-        passes: dict[str, _Both] = {"plain": (4.0, 12.0), "liger": (1.2, 3.6)}
-        self.passes = passes[case.config.train.kernels]
+        self._rates, fused = rates, case.config.train.kernels == "liger"
+        self.passes: _Both = (1.2, 3.6) if fused else (4.0, 12.0)
+        #: A kernel of Triton costs Python more than one of torch.
+        self.ops: _Both = (12, 17) if fused else (10, 17)
+        self.logit_bytes, self.sum_bytes = (6, 8) if fused else (52, 12)
+        self.group = case.expert_group
 
     def seconds(self, work: _Work) -> float:
         rates = self._rates
         computed_s = work.flop / rates.flop_per_s + work.nbytes / rates.device_memory
-        return max(computed_s, work.ops * rates.launch_s)
+        return max(computed_s, work.ops * rates.page_s + work.launches * rates.launch_s)
 
 
 class _Cpu:
@@ -128,9 +138,11 @@ class _Cpu:
             one thread and with two.
     """
 
-    passes: _Both = (6.0, 20.0)
+    passes = expert_passes = stacked_passes = (6.0, 20.0)
     ops: _Both = (7, 14)
     expert_ops: _Both = (16, 43)
+    launches: _Both = (0, 0)
+    logit_bytes, sum_bytes, group = 28, 0, 1
     #: How often a product moves its weights through memory: read, written in the order in which they are
     #: used, and read again.
     _PACKING = 3
@@ -195,21 +207,37 @@ class _Model:
         """Args: which: 0: forward, 1: recompute with backward."""
         units, tokens, chunks, device = self._case.units, self._tokens, self._chunks, self.device
         layer, own, passed_by = units.layers[index], units.layers_summed[index], units.passed_by[index]
-        share = 1 - passed_by / own.parameters
-        product = 2.0 * tokens * share * own.parameters
+        product = 2.0 * tokens * (own.parameters - passed_by)
         products = (1, 3)[which]
         # The recompute's last product is needed by nobody.
         spared = 2.0 * tokens * max(t.numel for t in layer.tensors) if which and not passed_by else 0.0
-        experts = len(units.experts[index])
+        experts = units.experts[index]
+        tensors = chunks * own.tensors
+        if experts:  # those that come together are one call
+            each = len(experts[0].tensors)
+            tensors = chunks * (own.tensors - each * len(experts)) + each * -(-len(experts) // device.group)
         return _Work(
             flop=products * product - spared + _ATTENTION[which] * tokens * self._attention_width(layer),
-            nbytes=device.passes[which] * tokens * share * own.edges * self._item
+            nbytes=self._item * tokens * self._crossings(index, which)
             + _GRADIENT_BYTES * own.parameters * which,
-            ops=device.ops[which] * own.tensors * chunks + device.expert_ops[which] * experts,
+            ops=device.ops[which] * tensors + device.expert_ops[which] * len(experts),
+            launches=device.launches[which] * tensors,
             products=products * chunks * own.matrices,
             weights=products * chunks * own.parameters,
             wide=self._WIDE[which] * chunks * len(layer.tensors),
         )
+
+    def _crossings(self, index: int, which: int) -> float:
+        """How many elements of each token cross the device's memory in a layer. Edges are what goes into and
+        comes out of its products.
+        """
+        units, device = self._case.units, self.device
+        apart, own = units.experts[index], units.layers_summed[index]
+        stacks = [tensor.shape for tensor in units.layers[index].tensors if len(tensor.shape) == 3]
+        expert = sum(sum(t.shape) for t in apart[0].tensors) if apart else sum(sum(s[1:]) for s in stacks)
+        dense = own.edges - (len(apart) * expert if apart else sum(map(sum, stacks)))
+        passes = (device.expert_passes if apart else device.stacked_passes)[which]
+        return device.passes[which] * dense + passes * choices_of(units, index) * expert
 
     def _attention_width(self, layer: Unit) -> int:
         """Positions of a row, times elements of all heads."""
@@ -224,9 +252,10 @@ class _Model:
         count = chunks * len(head.tensors)
         return _Work(
             flop=6.0 * tokens * head.parameters,
-            nbytes=_LOGIT_BYTES[train.kernels] * tokens * self._case.vocabulary
-            + _GRADIENT_BYTES * head.parameters,
+            nbytes=self.device.logit_bytes * tokens * self._case.vocabulary
+            + (self.device.sum_bytes * chunks + _GRADIENT_BYTES) * head.parameters,
             ops=sum(self.device.ops) * count,
+            launches=sum(self.device.launches) * count,
             products=3 * chunks,
             weights=3 * chunks * head.parameters,
             wide=sum(self._WIDE) * count,
@@ -238,4 +267,5 @@ class _Model:
         return _Work(
             nbytes=(2, 10)[which] * self._tokens * row_bytes + _GRADIENT_BYTES * unit.numel * which,
             ops=self.device.ops[which],
+            launches=self.device.launches[which],
         )

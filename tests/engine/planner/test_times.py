@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -15,6 +15,7 @@ from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.shapes import ShapeName, architecture
+from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.planner.case import Case, case_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.times import modelled_times
@@ -25,15 +26,24 @@ GPU = replace(CPU, gpu_bytes=1 << 30)
 WIDTH, TENSORS, MATRICES = 64, 12, 7  # of a layer of Qwen2
 
 
-def case(folder: Path, rows: int, *, shape: ShapeName = "tiny", seq_len: int = 128, **train: Any) -> Case:
+def case(
+    folder: Path,
+    rows: int,
+    *,
+    shape: ShapeName = "tiny",
+    seq_len: int = 128,
+    stream: Literal["experts", "layers"] = "experts",
+    **train: Any,
+) -> Case:
     (folder / "config.json").write_text(json.dumps(architecture(shape, 2)))
     config = RunConfig(
         run_dir=str(folder / "run"),
         model=ModelConfig(config=str(folder), dtype="float32"),
         data=DataConfig(files=["none"], seq_len=seq_len),
+        moe=MoeConfig(stream=stream),
         train=TrainConfig(rows_per_step=rows, **train),
     )
-    return case_of(config, CPU)
+    return case_of(config, GPU if config.train.device == "cuda" else CPU)
 
 
 def seconds(found: Case, what: str = "forward", machine: Machine = CPU, **rates: float) -> float:
@@ -82,8 +92,11 @@ def test_python_takes_turns_with_the_cpu_and_runs_beside_a_gpu(tmp_path: Path) -
     computed = seconds(found, flop_per_s=1)
     on_cpu = seconds(found, flop_per_s=1, page_s=10)
     assert on_cpu == pytest.approx(computed + 7 * TENSORS * 10)
-    assert seconds(found, machine=GPU, flop_per_s=1, launch_s=10) == pytest.approx(computed)
-    assert seconds(found, machine=GPU, launch_s=10) == pytest.approx(7 * TENSORS * 10)
+    on_gpu = seconds(found, machine=GPU, flop_per_s=1, page_s=10, launch_s=10)
+    assert on_gpu == pytest.approx(computed)
+    assert seconds(found, machine=GPU, page_s=10, launch_s=1) == pytest.approx((10 * 10 + 7) * TENSORS)
+    fused = case(tmp_path, 1, kernels="liger", device="cuda")
+    assert seconds(fused, machine=GPU, page_s=10, launch_s=1) == pytest.approx((12 * 10 + 7) * TENSORS)
 
 
 def test_an_expert_is_products_and_python_of_its_own(tmp_path: Path) -> None:
@@ -95,6 +108,32 @@ def test_an_expert_is_products_and_python_of_its_own(tmp_path: Path) -> None:
     assert experts == 8
     assert seconds(found, wake_s=1) == 2 * 3 * matrices
     assert seconds(found, page_s=1) == 7 * len(own) + 16 * experts
+
+
+def test_experts_that_come_together_are_one_call_on_a_gpu(tmp_path: Path) -> None:
+    """All eight of a layer come at once here, or one by one, as on the CPU."""
+    together = case(tmp_path, 1, shape="tiny-moe", device="cuda")
+    experts = together.units.experts[0]
+    each, dense = len(experts[0].tensors), len(together.units.layers[0].tensors)
+    groups = -(-len(experts) // together.expert_group)
+    assert groups < len(experts)
+    calls = dense + each * groups
+    assert seconds(together, machine=GPU, launch_s=1) == 7 * calls
+    assert seconds(together, machine=GPU, page_s=1) == 10 * calls + 10 * len(experts)
+
+
+def test_a_token_crosses_memory_with_the_experts_that_it_goes_to(tmp_path: Path) -> None:
+    """Whether experts are part of their layer or come on their own: two of eight, and all else once."""
+    apart = case(tmp_path, 1, shape="tiny-moe")
+    whole = case(tmp_path, 1, shape="tiny-moe", stream="layers")
+    assert whole.units.experts[0] == ()
+    of_expert = sum(sum(tensor.shape) for tensor in apart.units.experts[0][0].tensors)
+    of_dense = sum(sum(tensor.shape) for tensor in apart.units.layers[0].tensors)
+    tokens, item = 128, 4
+    packed = 3 * item * apart.units.layers_summed[0].parameters
+    for found in (apart, whole):
+        crossed = seconds(found, device_memory=1) - packed
+        assert crossed == pytest.approx(6 * tokens * item * (of_dense + 2 * of_expert))
 
 
 def test_the_head_is_cut_as_the_loss_is(tmp_path: Path) -> None:
