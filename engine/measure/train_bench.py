@@ -110,7 +110,7 @@ class GpuMemory:
         """
         if self._device is None:
             return run(), None
-        # Each thread and lane that multiplies has a workspace of cuBLAS, and keeps it: those of other cases, too.
+        # Each thread and lane that multiplies keeps a workspace of cuBLAS: those of other cases, too.
         torch.cuda.synchronize(self._device)
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats(self._device)
