@@ -44,7 +44,7 @@ def told(outlook: Outlook, begin: str) -> Help:
 
 
 def slow_drive() -> Machine:
-    drives = (replace(WORKSTATION.drives[0], read=1e8, write=1e8, read_mixed=5e7, write_mixed=5e7),)
+    drives = (replace(WORKSTATION.drives[0], read=5e7, write=5e7, read_mixed=2.5e7, write_mixed=2.5e7),)
     return replace(WORKSTATION, drives=drives)
 
 
