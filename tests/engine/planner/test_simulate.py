@@ -108,8 +108,8 @@ def test_drives_move_no_less_than_the_bound(tmp_path: Path, early: bool) -> None
 @pytest.mark.parametrize("early", [False, True])
 def test_nothing_faster_makes_a_step_slower(tmp_path: Path, early: bool) -> None:
     """In the mean of eight steps. Single ones differ by up to 15 % until it has settled which pages stay in
-    these hundred frames, and some take turns for good. Python is as fast as hosts are: five times as slow, with
-    layers that wait for it, reads and writes meet less often, and a faster one costs up to 8 % (docs/log.md).
+    these hundred frames, and some take turns for good. Python is as fast as hosts are: five times as slow,
+    where layers wait for it, a faster one costs up to 8 %: reads and writes meet more (docs/log.md).
     """
 
     def step_s(machine: Machine) -> float:
