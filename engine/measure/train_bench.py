@@ -105,14 +105,11 @@ class GpuMemory:
         return built
 
     def running(self, run: Callable[[], _Result]) -> tuple[_Result, int | None]:
-        """Calls it; also gives the case's peak in bytes meanwhile, with the workspaces of libraries that it
-        takes.
+        """Calls it; also gives the case's peak in bytes meanwhile, with what each would have on its own, as
+        workspaces of libraries, whoever came to need them first.
         """
         if self._device is None:
             return run(), None
-        # Each thread and lane that multiplies keeps a workspace of cuBLAS: those of other cases, too.
-        torch.cuda.synchronize(self._device)
-        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats(self._device)
         result = run()
         of_others = sum(case._held for case in self._cases if case is not self)

@@ -114,7 +114,7 @@ def _layer(case: Case, index: int) -> int:
     dense = tokens * _kept(tensors, width, train.kernels, item, alone=not choices)
     if units.experts[index]:
         most = dense + gradients + all_tokens * choices * width + _group(case, index, all_tokens * choices)
-    elif stacks := [tensor for tensor in tensors if len(tensor.shape) == 3]:
+    elif stacks := stacks_of(tensors):
         matrices = sum(math.prod(tensor.shape[1:]) for tensor in stacks)
         kept = tokens * choices * (_STACK_OUTER * width + _STACK_INNER * matrices / (3 * width))
         # The gradient of the larger stack comes when most of that has gone.
@@ -170,7 +170,12 @@ def choices_of(units: ModelUnits, layer: int) -> int:
     experts, passed_by = units.experts[layer], units.passed_by[layer]
     if experts:
         return len(experts) - passed_by // experts[0].parameters
-    stacks = [t for t in units.layers[layer].tensors if len(t.shape) == 3]
+    stacks = stacks_of(units.layers[layer].tensors)
     if not stacks:
         return 0
     return stacks[0].shape[0] - passed_by // sum(math.prod(t.shape[1:]) for t in stacks)
+
+
+def stacks_of(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Matrices of the experts that are part of a layer, [experts, ., .] each."""
+    return [tensor for tensor in tensors if len(tensor.shape) == 3]

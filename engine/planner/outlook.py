@@ -221,8 +221,8 @@ def step_bound(case: Case, machine: Machine) -> Bound:
 
 def _no_faster(forecast: Forecast, bound_s: float) -> Forecast:
     """Of large pages DRAM may hold a little more than it has."""
-    factor = max(1.0, bound_s / forecast.step_s)
-    return replace(forecast, step_s=factor * forecast.step_s, tokens_per_s=forecast.tokens_per_s / factor)
+    step_s = max(forecast.step_s, bound_s)
+    return replace(forecast, step_s=step_s, tokens_per_s=forecast.tokens_per_s * forecast.step_s / step_s)
 
 
 def _rates(machine: Machine, directories: Sequence[str]) -> Rates:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Protocol, TypeAlias
 
 from tierstream.engine.bound import Rates
-from tierstream.engine.planner.activations import choices_of
+from tierstream.engine.planner.activations import choices_of, stacks_of
 from tierstream.engine.planner.case import Case
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.trace.trace import Span, Track
@@ -101,13 +101,14 @@ class _Gpu:
 
     Attributes:
         passes: how often what goes into and comes out of a matrix product crosses the device's memory, with
-            the operations around it. expert_passes: of experts: sorted, gated, weighted and summed; and of
-            those that are part of their layer, by transformers, which also masks them.
+            the operations around it. expert_passes: of experts, which are also sorted, weighted and summed.
+            stacked_passes: of those that are part of their layer, which transformers computes, and masks.
         ops: for each tensor of a layer; experts that come on their own have theirs in groups. expert_ops: for
             each of these beside.
         logit_bytes: fp32 logits, their exponentials and their gradient, softmax at half the memory's rate;
             or bf16 ones, in whose place their gradient is put.
         sum_bytes: of the head's gradient, for each parameter and chunk of tokens.
+        group: experts that are one call.
     """
 
     launches: _Both = (7, 22)
@@ -136,6 +137,7 @@ class _Cpu:
         passes: as torch's dispatcher counts them, twice: memory that is new is read before it is written.
         ops, expert_ops: with what Python does between layers: models of width 64, which hardly compute, with
             one thread and with two.
+        launches: none, Python's operations are with them. All others: as of a GPU.
     """
 
     passes = expert_passes = stacked_passes = (6.0, 20.0)
@@ -232,12 +234,13 @@ class _Model:
         comes out of its products.
         """
         units, device = self._case.units, self.device
-        apart, own = units.experts[index], units.layers_summed[index]
-        stacks = [tensor.shape for tensor in units.layers[index].tensors if len(tensor.shape) == 3]
-        expert = sum(sum(t.shape) for t in apart[0].tensors) if apart else sum(sum(s[1:]) for s in stacks)
-        dense = own.edges - (len(apart) * expert if apart else sum(map(sum, stacks)))
-        passes = (device.expert_passes if apart else device.stacked_passes)[which]
-        return device.passes[which] * dense + passes * choices_of(units, index) * expert
+        apart, stacks = units.experts[index], stacks_of(units.layers[index].tensors)
+        shapes = [t.shape for t in apart[0].tensors] if apart else [t.shape[1:] for t in stacks]
+        expert = sum(map(sum, shapes))
+        of_experts = len(apart) * expert if apart else sum(sum(t.shape) for t in stacks)
+        dense = units.layers_summed[index].edges - of_experts
+        passes = device.expert_passes if apart else device.stacked_passes
+        return device.passes[which] * dense + passes[which] * choices_of(units, index) * expert
 
     def _attention_width(self, layer: Unit) -> int:
         """Positions of a row, times elements of all heads."""

@@ -108,17 +108,17 @@ def test_drives_move_no_less_than_the_bound(tmp_path: Path, early: bool) -> None
 @pytest.mark.parametrize("early", [False, True])
 def test_nothing_faster_makes_a_step_slower(tmp_path: Path, early: bool) -> None:
     """In the mean of eight steps. Single ones differ by up to 15 % until it has settled which pages stay in
-    these hundred frames, and some take turns for good. Python is as fast as hosts are: five times as slow,
-    where layers wait for it, a faster one costs up to 8 %: reads and writes meet more (docs/log.md).
+    these hundred frames, and some take turns for good. Layers take no time: ones that wait for a slow Python
+    come later, and leave reads alone with the drive (docs/log.md).
     """
 
     def step_s(machine: Machine) -> float:
-        return mean(simulate(case, machine, 12).steps_s[4:])
+        return mean(simulate(case, machine, 12, times=Known({})).steps_s[4:])
 
     config = config_of(tmp_path, tiny_config(layers=2), **drives(400_000))
     if early:
         config.optimizer = OptimizerConfig(clip_norm=None, check_finite=False)
-    slow = replace(GPU, rates=replace(GPU.rates, update_parameters_per_s=1e6, page_s=2e-5))
+    slow = replace(GPU, rates=replace(GPU.rates, update_parameters_per_s=1e6, page_s=1e-4))
     case = case_of(config, slow)
     slow_s = step_s(slow)
     (drive,) = slow.drives
