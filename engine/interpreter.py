@@ -15,7 +15,8 @@ from contextlib import contextmanager
 #: layer: the one that launches releases the lock at every operation, but takes it back before a sleeping
 #: thread is awake.
 _SWITCH_INTERVAL_S = 2e-4
-#: Steps between two collections. A step leaves some dozens of small objects in cycles, and no tensors.
+#: Steps between two collections. A step leaves some dozens of small objects in cycles, and no tensors
+#: (tests/engine/step/test_memory.py).
 _STEPS_PER_COLLECTION = 50
 
 

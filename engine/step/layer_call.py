@@ -31,9 +31,9 @@ class LayerCall:
         self, layer: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows_dim: int
     ) -> None:
         self.layer, self._forward, self._rows_dim = layer, forward, rows_dim
-        leaves, self._spec = tree_flatten(
-            (args, kwargs), is_leaf=lambda x: isinstance(x, MutableMapping) and x is not kwargs
-        )
+        self._names = tuple(kwargs)
+        # torch's `tree_flatten` leaves in a cycle what `is_leaf` refers to: the masks of a step, if it did.
+        leaves, self._spec = tree_flatten((args, tuple(kwargs.values())), is_leaf=_is_mapping)
         self._shared = [leaf for leaf in leaves if isinstance(leaf, MutableMapping)]
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, MutableMapping)]
         self._contents: list[tuple[int, type, TreeSpec]] = []
@@ -86,8 +86,8 @@ class LayerCall:
             begin, end = end, end + spec.num_leaves
             found.append(tree_unflatten(leaves[begin:end], spec))
             leaves[at] = kind(found[-1])
-        args, kwargs = tree_unflatten(leaves[: self._spec.num_leaves], self._spec)
-        out = self._forward(*args, **kwargs)
+        args, values = tree_unflatten(leaves[: self._spec.num_leaves], self._spec)
+        out = self._forward(*args, **dict(zip(self._names, values, strict=True)))
         if isinstance(out, tuple | list):  # what follows the hidden states nobody needs (`Anatomy.tuple_of`)
             out = out[0]
         if not isinstance(out, torch.Tensor) or out.shape != hidden.shape:
@@ -142,6 +142,10 @@ class LayerCall:
                 mapping.update(new)
             self._shared = []  # they refer to this call, by the graph of what is in them
         return results[0]
+
+
+def _is_mapping(argument: Any) -> bool:
+    return isinstance(argument, MutableMapping)
 
 
 def _concatenated(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.allocations import peak_bytes
-from support.families import moe_config
+from support.families import EAGER_ONLY, FAMILIES, family_config, moe_config
 from support.rig import HIDDEN, Setup, batches, rig, tiny_config
 
 ROWS, SEQ_LEN = 8, 128
@@ -33,3 +35,37 @@ def test_a_layer_leaves_nothing_behind_but_where_its_tokens_went(family: str, ch
     # Inputs of layers on their way to DRAM, or there already: threads are not always as fast.
     on_their_way = 3 * ROWS * SEQ_LEN * HIDDEN * 2
     assert taken(10) - taken(2) <= 8 * kept + on_their_way
+
+
+def in_cycles(action: Callable[[], object]) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that nothing but Python's collector would let go of."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        action()
+        gc.collect()
+        return [tuple(found.shape) for found in gc.garbage if isinstance(found, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_on_the_device_waits_for_the_garbage_collector(family: str) -> None:
+    """It comes every 50 steps; masks of packed rows, for one, would fill the memory until then."""
+    attention = "eager" if family in EAGER_ONLY else "sdpa"
+    with rig(Setup(config=family_config(family), attention=attention)) as run:
+        plain, packed = batches(2)
+        run.train([plain, packed])
+        assert in_cycles(lambda: run.train([packed, plain, packed])) == []
+        assert in_cycles(lambda: run.runtime.evaluate([packed])) == []
+
+
+def test_a_tensor_in_a_cycle_is_found() -> None:
+    def action() -> None:
+        cycle: list[Any] = [torch.zeros(3, 5)]
+        cycle.append(cycle)
+
+    assert in_cycles(action) == [(3, 5)]
