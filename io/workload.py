@@ -65,14 +65,15 @@ def run_requests(
     files: Sequence[File],
     requests: Iterable[Request],
     buffers: Sequence[Buffer],
+    under_way: int,
     before_write: Callable[[Buffer], None] | None = None,
 ) -> None:
-    """Carries the requests out in order, `len(buffers)` of them under way at any time; returns when all have
-    ended. After a Ctrl-C no more are begun.
+    """Carries the requests out in order; returns when all have ended. After a Ctrl-C no more are begun.
 
     Args:
-        buffers: one per request under way, at least as large as the largest request. Those of host memory are
-            flat uint8 arrays.
+        buffers: used in turn, at least one per request under way, and as large as the largest request. Those
+            of host memory are flat uint8 arrays.
+        under_way: as many requests are at any time.
         before_write: is called with the buffer before it is written.
 
     Raises:
@@ -82,7 +83,7 @@ def run_requests(
     # Signals interrupt the main thread alone: here no request is half begun, which a backend would wait for.
     with ThreadPoolExecutor(1, thread_name_prefix="tierstream-requests") as thread:
         try:
-            thread.submit(_run_requests, files, requests, buffers, before_write, stopped).result()
+            thread.submit(_run_requests, files, requests, buffers, under_way, before_write, stopped).result()
         finally:
             stopped.set()
 
@@ -91,23 +92,27 @@ def _run_requests(
     files: Sequence[File],
     requests: Iterable[Request],
     buffers: Sequence[Buffer],
+    under_way: int,
     before_write: Callable[[Buffer], None] | None,
     stopped: threading.Event,
 ) -> None:
     free: SimpleQueue[int] = SimpleQueue()
     for index in range(len(buffers)):
         free.put(index)
+    room = threading.Semaphore(under_way)
     failures: list[BaseException] = []
-    under_way: dict[int, Future[int]] = {}
+    begun: dict[int, Future[int]] = {}
 
     def ended(index: int, future: Future[int]) -> None:
         error = future.exception()
         if error is not None:
             failures.append(error)
         free.put(index)
+        room.release()
 
     try:
         for request in requests:
+            room.acquire()
             index = free.get()
             if failures or stopped.is_set():
                 break
@@ -116,12 +121,12 @@ def _run_requests(
                 before_write(buffer)
             file = files[request.file]
             move = file.read_into if request.direction is Direction.READ else file.write_from
-            under_way[index] = move(buffer, request.offset)
-            under_way[index].add_done_callback(partial(ended, index))
+            begun[index] = move(buffer, request.offset)
+            begun[index].add_done_callback(partial(ended, index))
     finally:
-        wait(under_way.values())
+        wait(begun.values())
     # `wait` may return before the last callbacks have run.
-    failures += filter(None, (future.exception() for future in under_way.values()))
+    failures += filter(None, (future.exception() for future in begun.values()))
     if failures:
         raise failures[0]
 

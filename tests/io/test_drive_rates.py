@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,15 +54,15 @@ def test_mixed_orders_differ_from_run_to_run() -> None:
     assert len(orders) == 8
 
 
-def test_requests_move_what_they_say_and_no_more_are_under_way_than_there_are_buffers(tmp_path: Path) -> None:
+def test_requests_move_what_they_say_and_no_more_are_under_way_than_shall_be(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as folder:
         path = folder.new_file("file", MIB)
         backend = PosixBackend(threads=8, task_bytes=4096)
         file = backend.open(path, writable=True)
         watched = Watched(file)
         requests = list(blocks("mixed", 1, MIB, 65536, 32))
-        buffers = [np.zeros(65536, np.uint8) for _ in range(3)]
-        run_requests([watched], requests, buffers, lambda buffer: buffer.fill(7))
+        buffers = [np.zeros(65536, np.uint8) for _ in range(5)]
+        run_requests([watched], requests, buffers, 3, lambda buffer: buffer.fill(7))
         assert watched.most <= 3
         assert watched.seen == [(r.direction, r.offset, r.nbytes) for r in requests]
         backend.close()
@@ -175,7 +176,7 @@ def test_an_interrupt_at_any_line_is_raised_and_leaves_a_backend_that_closes(tmp
         buffers = [np.zeros(65536, np.uint8) for _ in range(3)]
         sys.settrace(trace)
         try:
-            run_requests([file], requests, buffers)
+            run_requests([file], requests, buffers, 3)
         finally:
             sys.settrace(before)
             file.close()
@@ -209,6 +210,56 @@ def test_runs_go_on_where_the_last_one_stopped(tmp_path: Path) -> None:
                 target.run(setting, 6 * 65536)
             offsets += [call.offset for call in watched.calls if call.name == "preadv"]
         assert offsets == [i % 16 * 65536 for i in range(18)]
+
+
+def test_memory_is_taken_in_turn_from_run_to_run_unless_it_is_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a processor's cache holds makes a drive look faster than training finds it."""
+    seen: list[list[int]] = []
+
+    def spy(files: list[Any], requests: Any, buffers: list[np.ndarray], under_way: int, *more: Any) -> None:
+        addresses = dict[int, None]()  # in the order of first uses
+
+        class Noting:
+            def __getattr__(self, name: str) -> Any:
+                def move(buffer: np.ndarray, offset: int) -> Any:
+                    addresses[buffer.ctypes.data] = None
+                    return getattr(files[0], name)(buffer, offset)
+
+                return move
+
+        assert under_way == 2
+        run_requests([Noting()], requests, buffers, under_way, *more)  # type: ignore[list-item]
+        seen.append(list(addresses))
+
+    monkeypatch.setattr(drive_rates, "run_requests", spy)
+    tuning = Tuning(threads=1, task_bytes=65536, queue_depth=2)
+    setting = Setting(access="mixed", tuning=tuning)
+    with ScratchFolder(tmp_path) as folder:
+        target = DriveTarget([folder.new_file("file", MIB)], MIB)
+        for _ in range(16):
+            target.run(setting, MIB)
+        for _ in range(3):
+            target.run(replace(setting, reused=True), MIB)
+    every = [address for used in seen[:8] for address in used]
+    assert len(every) == len(set(every)) == 8 * MIB // 65536
+    assert seen[8:16] == seen[:8]
+    assert [len(used) for used in seen[16:]] == [2, 2, 2]
+    assert {address for used in seen[16:] for address in used} == set(sorted(every)[:2])
+
+
+@pytest.mark.parametrize(("available", "buffers"), [(1 << 20, 2), (16 * MIB, 16), (1 << 40, 128)])
+def test_little_memory_is_not_filled_for_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, buffers: int
+) -> None:
+    monkeypatch.setattr(drive_rates, "memory_budget", lambda: SimpleNamespace(available_bytes=available))
+    counts: list[int] = []
+    monkeypatch.setattr(drive_rates, "run_requests", lambda *args: counts.append(len(args[2])))
+    with ScratchFolder(tmp_path) as folder:
+        target = DriveTarget([folder.new_file("file", MIB)], MIB)
+        target.run(Setting(access="read", tuning=Tuning(threads=1, task_bytes=65536, queue_depth=2)), MIB)
+    assert counts == [buffers]
 
 
 def test_a_file_smaller_than_a_block_is_refused(tmp_path: Path) -> None:

@@ -107,8 +107,13 @@ class Way:
     buffer: BufferKind
     path: TransferPath
 
-    def setting(self, access: Access, tuning: Tuning, *, direct: bool = True) -> Setting:
-        return Setting(access=access, tuning=tuning, backend=self.backend, buffer=self.buffer, direct=direct)
+    def setting(
+        self, access: Access, tuning: Tuning, *, direct: bool = True, reused: bool = False
+    ) -> Setting:
+        return Setting(
+            access=access, tuning=tuning, backend=self.backend, direct=direct, buffer=self.buffer,
+            reused=reused,
+        )  # fmt: skip
 
 
 def check_paths(paths: Sequence[str], options: StorageOptions) -> list[int]:
@@ -237,7 +242,7 @@ class MeasuredPath:
     def cost(self, ways: Sequence[Way], grid_rounds: int) -> tuple[float, int]:
         """What measuring takes, about: seconds, and bytes written to the drive."""
         tunings, best_rounds = len(list(self.options.tunings())), self.options.rounds + 1
-        plain = 1 + bool(self.options.compare)
+        plain = 1 + 2 * bool(self.options.compare)
         runs = len(ways) * len(self.accesses) * (tunings * grid_rounds + best_rounds * (plain + 1))
         written = self.target.nbytes + self.state_bytes * (1 + best_rounds) if self.folder else 0
         for way in ways:
@@ -290,7 +295,7 @@ class MeasuredPath:
         return cases
 
     def _plain(self, target: DriveTarget, way: Way, tuning: Tuning) -> list[Case]:
-        """The way alone, through the page cache, and by fio."""
+        """The way alone, through the page cache, and, as fio does it, beside fio."""
         cases = []
         for access in self.accesses:
             amount = self.amount(access, way)
@@ -300,8 +305,9 @@ class MeasuredPath:
             if way.path.direct and access != "mixed":
                 cases.append(target.case(way.setting(access, tuning, direct=False), amount))
             if self.options.compare:
-                fio = find_fio(self.target.paths[0])
-                cases.append(fio.case(target, way.setting(access, tuning, direct=way.path.direct), amount))
+                same = way.setting(access, tuning, direct=way.path.direct, reused=True)
+                cases.append(target.case(same, amount))
+                cases.append(find_fio(self.target.paths[0]).case(target, same, amount))
         return cases
 
     def _first_pass(self, way: Way, tuning: Tuning) -> Case:

@@ -44,6 +44,8 @@ _TUNING, _BEST = "tuning", "best"
 _LEGEND = [
     "read, write, mixed: blocks in order; mixed reads half of them and writes the others, and counts both",
     "posix-buffered: through the page cache, which is emptied before reads; writes include fsync",
+    "host: requests go to and from 512 MiB of memory in turn, as training's do; reused: to and from as few "
+    "buffers as requests, as fio's do, which a processor's cache may keep",
     "stream: a store's pages read in order; update: each page read and written back once, as by the "
     "optimizer, both counted; first write: into space that was reserved and never written",
     "a cache in the drive, or in the host of a virtual machine, is part of what was measured",
@@ -265,20 +267,20 @@ def _ratios(best: Sequence[Measurement]) -> list[str]:
     """Sentences that set our path beside fio, and training's passes beside the plain accesses."""
     lines = []
     plain = {
-        (found.labels["backend"], found.labels["access"]): found
+        (found.labels["backend"], found.labels["access"], found.labels["buffer"]): found
         for found in best
-        if found.labels["buffer"] == "host"
-        and (found.labels["path"] != "posix-buffered" or not _has_direct(best))
+        if found.labels["path"] != "posix-buffered" or not _has_direct(best)
     }
     for found in best:
         backend, access = str(found.labels["backend"]), str(found.labels["access"])
-        if backend.startswith("fio") and ("posix", access) in plain:
-            ours = plain["posix", access].median / found.median
-            lines.append(f"{access}: {ours:.2f} of what {backend} gets, same pattern, block and depth")
+        if backend.startswith("fio") and (same := plain.get(("posix", access, "host, reused"))):
+            ours = same.median / found.median
+            same_as = "same pattern, block, depth and memory"
+            lines.append(f"{access}: {ours:.2f} of what {backend} gets, {same_as}")
         owner = backend.removeprefix("store, ")
         peer = {"stream": "read", "update": "mixed"}.get(access, "")
-        if owner != backend and (owner, peer) in plain:
-            ratio = found.median / plain[owner, peer].median
+        if owner != backend and (owner, peer, "host") in plain:
+            ratio = found.median / plain[owner, peer, "host"].median
             lines.append(
                 f"{access} pass through a store ({owner}): {ratio:.2f} of the plain {peer} rate, "
                 f"{found.cpu_s_per_giga:.3f} CPU seconds per GB"
