@@ -7,6 +7,7 @@ the updates of the others are still under way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -26,6 +27,9 @@ _EXPERT_SLOTS = 16
 #: Experts that are computed together at most. To enqueue them costs what a single one does; more would take
 #: memory, and put off the begin of a layer.
 _EXPERT_GROUP = 8
+#: Their rows, by what as many experts have where tokens go to all equally often: enough that chance alone
+#: parts few groups. Routers that send most tokens to a few experts make no group larger.
+_GROUP_ROWS = 1.25
 #: Pages whose copy may be under way at once in each direction: enough to keep a link busy, few enough to pin
 #: little DRAM.
 IN_FLIGHT_PAGES = 4
@@ -206,6 +210,15 @@ class _Division:
 def expert_group(slots: int) -> int:
     """Experts that are computed together, so that as many can come meanwhile."""
     return max(1, min(_EXPERT_GROUP, slots // 2))
+
+
+def group_rows(pairs: int, experts: int, group: int) -> int:
+    """Rows of a group at most, unless a single expert has more.
+
+    Args:
+        pairs: (token, choice) pairs of a layer. experts: of the layer. group: experts in a group at most.
+    """
+    return math.ceil(_GROUP_ROWS * group * pairs / experts)
 
 
 def _weight_nbytes(unit: Unit) -> int:

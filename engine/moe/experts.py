@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from tierstream.engine.device.device import Device
+from tierstream.engine.device.memory import group_rows
 from tierstream.engine.moe.cache import ExpertCache, ExpertShapes
-from tierstream.engine.moe.products import Groups, groups
+from tierstream.engine.moe.products import Groups, groups, together
 from tierstream.engine.step.gradients import GradientBuffers
 from tierstream.tiered.layout import Unit
 
@@ -208,9 +209,11 @@ class StreamedExperts:
         pairs, size = self.routing.pairs, self._cache.group
         experts = {self.units[expert].name: expert for expert in pairs}
         names = self._cache.want(list(experts))
-        parts = [names[first : first + size] for first in range(0, len(names), size)]
-        counts = [[len(pairs[experts[name]]) for name in part] for part in parts]
-        for part, rows in zip(parts, groups(self._device, counts), strict=True):
+        counts = [len(pairs[experts[name]]) for name in names]
+        most = group_rows(self.routing.tokens * self.routing.choices, len(self.units), size)
+        parts = together(counts, size, most)
+        for each, rows in zip(parts, groups(self._device, [counts[part] for part in parts]), strict=True):
+            part = names[each]
             own = torch.cat([pairs[experts[name]] for name in part])
             units = [self.units[experts[name]] for name in part]
             parameters = self._cache.take(part, self._shapes)

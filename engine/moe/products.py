@@ -51,6 +51,22 @@ class Groups:
         return (functional.pad(rows, (0, 0, 0, missing)) @ matrix)[: len(rows)]
 
 
+def together(counts: Sequence[int], experts: int, rows: int) -> list[slice]:
+    """Which experts are computed together: neighbours, so many of them at most, with so many rows at most
+    unless one alone has more.
+
+    Args:
+        counts: rows of each expert.
+    """
+    parts, first, total = list[slice](), 0, 0
+    for index, count in enumerate(counts):
+        if index > first and (index - first == experts or total + count > rows):
+            parts.append(slice(first, index))
+            first, total = index, 0
+        total += count
+    return [*parts, slice(first, len(counts))] if counts else []
+
+
 def groups(device: Device, parts: Sequence[Sequence[int]]) -> list[Groups]:
     """Args: parts: of each group the rows of its experts."""
     ends: list[torch.Tensor] | list[None] = [None] * len(parts)

@@ -12,34 +12,40 @@ import math
 from collections.abc import Sequence
 
 from tierstream.engine.config import RunConfig
+from tierstream.engine.device.memory import group_rows
 from tierstream.engine.model.units import ModelUnits
 from tierstream.engine.plan_tiers import logit_nbytes
 from tierstream.engine.planner.case import Case
 from tierstream.tiered.layout import ITEM_BYTES, TensorSpec
 
-#: Tensors as large as the input of a layer: those of all rows (the decoder's output and its gradient, the
-#: gradients of a layer's output and of its input), and those of the rows of a chunk.
-_OF_ALL_ROWS, _OF_CHUNK = 4.25, 0.75
+#: Tensors as large as the input of a layer, of all rows: the decoder's output and its gradient, and the
+#: gradient of a layer's output; where rows are in chunks, that of its input, too. And of the rows of a chunk:
+#: its output, and the gradient of its input where there are several.
+_OF_ALL_ROWS, _OF_CHUNK = 3.0, 1.0
 #: And those of a chunk of the loss: its norm, in part in fp32, and gradients.
 _OF_HEAD = 6.5
 #: Elements that a norm of transformers keeps for each that it gives, by the bytes of one: its input in fp32,
-#: and what is multiplied with its weight.
+#: and what is multiplied with its weight. Those of Liger keep their input alone.
 _NORM = {2: 3.0, 4: 2.0}
-#: While a gated MLP is differentiated, gradients of its two halves are there.
-_HALVES = 2
+_FUSED_NORM = 1.0
+#: While a gated MLP is differentiated, beside what it keeps: its activation, and gradients of its two halves.
+#: Liger's makes them where the halves were: the gradient that comes is all there is beside.
+_HALVES, _FUSED_HALVES = 3, 1
 #: For each (token, choice) of a group of experts: its input, output and their gradients, of hidden size, some
-#: in fp32; and the halves, their product and the gradients of all, of the experts' size.
-_GROUP_OUTER, _GROUP_INNER = 5.5, 6
+#: in fp32; and the halves, their product and the gradients of all, of the experts' size. Those with biases
+#: clamp their halves, which keeps more (gpt-oss).
+_GROUP_OUTER, _GROUP_INNER, _CLAMPED_INNER = 5.5, 6, 9.5
 #: The same of a stack of experts, whose parts go as soon as they are differentiated.
 _STACK_OUTER, _STACK_INNER = 4, 5
-#: Tokens of the busiest expert by those of an even share; in a group this evens out.
+#: Tokens of the busiest expert by those of an even share; groups of experts are no larger (`group_rows`).
 _BUSIEST = 4
-#: Keys and values for all heads of queries, and gradients of both, for each element of a layer's input.
-_REPEATED = 4
+#: Keys and values for all heads of queries, for each element of a layer's input. On the CPU the most is held
+#: in attention, not in the MLP after it: gradients of both as well, and of what attention gives.
+_REPEATED, _REPEATED_ON_CPU = 2, 5
 #: Bytes for each (token, choice): two indices of a layer that was run, and one on its way.
 _ROUTING = 3 * 8
 #: Blocks of the device's allocator, small tensors: of a layer times so much, of logits so much more.
-_ROUNDED_UP, _LOGITS_ROUNDED_UP = 1.04, 0.02
+_ROUNDED_UP, _LOGITS_ROUNDED_UP = 1.01, 0.02
 
 
 def logits_bytes(case: Case) -> int:
@@ -69,7 +75,7 @@ def inputs_bytes(config: RunConfig, units: ModelUnits) -> int:
 
 def masks_bytes(case: Case) -> int:
     """Of the mask of all rows of a step, a byte for each pair of positions of a row. transformers makes it
-    before the layers where documents of a row are isolated; counted on the CPU alone.
+    before the layers where documents of a row are isolated.
     """
     if not _masked(case):
         return 0
@@ -83,14 +89,15 @@ def masked_bytes(case: Case) -> int:
     if not _masked(case):
         return 0
     train, seq_len = case.config.train, case.config.data.seq_len
-    of_row = seq_len**2 + _REPEATED * seq_len * case.units.anatomy.boundary_width
+    repeated = _REPEATED_ON_CPU if train.device == "cpu" else _REPEATED
+    of_row = seq_len**2 + repeated * seq_len * case.units.anatomy.boundary_width
     return (train.rows_per_chunk or train.rows_per_step) * of_row * ITEM_BYTES[case.units.embed.dtype]
 
 
 def _masked(case: Case) -> bool:
     """Whether rows may have several documents, in attention that takes a mask: that with sinks takes none."""
     data, attention = case.config.data, case.config.model.attention
-    if case.config.train.device != "cpu" or not data.isolate_documents or data.packing == "none":
+    if not data.isolate_documents or data.packing == "none":
         return False
     if attention in ("sdpa", "eager"):
         return True
@@ -111,46 +118,59 @@ def _layer(case: Case, index: int) -> int:
     tensors = [tensor for unit in (units.layers[index], *units.beside[index]) for tensor in unit.tensors]
     choices = choices_of(units, index)
     gradients = sum(tensor.numel for tensor in tensors)
-    dense = tokens * _kept(tensors, width, train.kernels, item, alone=not choices)
+    kept = tokens * _kept(tensors, width, train.kernels, item)
     if units.experts[index]:
-        most = dense + gradients + all_tokens * choices * width + _group(case, index, all_tokens * choices)
+        pairs = all_tokens * choices
+        most = kept + max(pairs * width + _group(case, index, pairs), gradients)
     elif stacks := stacks_of(tensors):
         matrices = sum(math.prod(tensor.shape[1:]) for tensor in stacks)
-        kept = tokens * choices * (_STACK_OUTER * width + _STACK_INNER * matrices / (3 * width))
+        of_stacks = tokens * choices * (_STACK_OUTER * width + _STACK_INNER * matrices / (3 * width))
         # The gradient of the larger stack comes when most of that has gone.
-        most = dense + max(kept + gradients - max(tensor.numel for tensor in stacks), gradients)
+        most = kept + max(of_stacks + gradients - max(tensor.numel for tensor in stacks), gradients)
     else:
-        most = dense + gradients
-    boundaries = _OF_ALL_ROWS * all_tokens * width + _OF_CHUNK * tokens * width
+        # The MLP is differentiated first, and when gradients of all are there what it kept is gone.
+        largest = max(tensor.numel for tensor in tensors)
+        most = kept + max(tokens * _while_differentiated(tensors, width, train.kernels) + largest, gradients)
+    in_chunks = tokens < all_tokens
+    boundaries = (_OF_ALL_ROWS + in_chunks) * all_tokens + (_OF_CHUNK + in_chunks) * tokens
     routed = len(units.layers) * all_tokens * choices * _ROUTING
-    return int(item * (_ROUNDED_UP * most + boundaries)) + routed
+    return int(item * (_ROUNDED_UP * most + boundaries * width)) + routed
 
 
-def _kept(tensors: Sequence[TensorSpec], width: int, kernels: str, item: int, *, alone: bool) -> float:
+def _kept(tensors: Sequence[TensorSpec], width: int, kernels: str, item: int) -> float:
     """Elements for each token that norms and products keep.
 
     Args:
         width: of the layer's input.
-        alone: the layer has no experts, beside which its own MLP would matter little.
     """
-    matrices = {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) == 2}
-    if kernels == "liger":
-        return sum(map(sum, matrices.values()))
-    inner = {name: out if into == width else into for name, (out, into) in matrices.items()}
+    inner = _inner(tensors, width)
+    of_norm = _FUSED_NORM if kernels == "liger" else _NORM[item]
     total = float(sum(inner.values()))
     for tensor in tensors:
         if len(tensor.shape) != 1 or tensor.name.endswith("bias"):
             continue
         if (product := tensor.name.replace("_norm.", "_proj.")) in inner:  # of each head of queries or keys
-            total += _NORM[item] * inner[product]
+            total += of_norm * inner[product]
         elif tensor.name.endswith("sinks"):  # attention keeps its output without them, too
             total += max(size for name, size in inner.items() if "o_proj" in name)
         else:
-            total += (_NORM[item] + 1) * tensor.numel
+            total += (of_norm + 1) * tensor.numel
+    return total - width if kernels == "liger" else total  # the input of the first norm is the layer's
+
+
+def _while_differentiated(tensors: Sequence[TensorSpec], width: int, kernels: str) -> int:
+    """Elements for each token that are there while an MLP is differentiated, beside what it keeps."""
+    inner = _inner(tensors, width)
     gated = [size for name, size in inner.items() if "gate_proj" in name]
-    if alone and inner:
-        total += (1 + _HALVES) * max(gated) if gated else max(inner.values())
-    return total
+    if gated:
+        return max(gated) * (_FUSED_HALVES if kernels == "liger" else _HALVES)
+    return max(inner.values(), default=0)
+
+
+def _inner(tensors: Sequence[TensorSpec], width: int) -> dict[str, int]:
+    """Matrix -> elements for each token on the side of it that is not the layer's input or output."""
+    matrices = {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) == 2}
+    return {name: out if into == width else into for name, (out, into) in matrices.items()}
 
 
 def _group(case: Case, index: int, pairs: int) -> float:
@@ -160,9 +180,12 @@ def _group(case: Case, index: int, pairs: int) -> float:
         pairs: (token, choice) pairs of the layer.
     """
     experts, width, group = case.units.experts[index], case.units.anatomy.boundary_width, case.expert_group
-    rows = min(pairs, pairs / len(experts) * (group + (_BUSIEST - 1) / group))
+    busiest = min(case.plan.tokens_per_step, _BUSIEST * pairs // len(experts))
+    rows = min(pairs, max(busiest, group_rows(pairs, len(experts), group)))
     numel = experts[0].numel
-    return rows * (_GROUP_OUTER * width + _GROUP_INNER * numel / (3 * width)) + 2 * group * numel
+    clamped = any("bias" in tensor.name for tensor in experts[0].tensors)
+    inner = (_CLAMPED_INNER if clamped else _GROUP_INNER) * numel / (3 * width)
+    return rows * (_GROUP_OUTER * width + inner) + 2 * group * numel
 
 
 def choices_of(units: ModelUnits, layer: int) -> int:

@@ -42,7 +42,7 @@ class Peak:
     """An estimate: hidden states beside these logits."""
     layer_bytes: int
     """An estimate: what the largest layer keeps for its backward, its gradients, its input and its output;
-    on the CPU with the mask that attention takes, where documents share rows."""
+    with the mask that attention takes, where documents share rows."""
     inputs_bytes: int
     """Exact: inputs of all layers with a backward, where they stay (`tiers.activations: gpu`); else 0."""
     libraries_bytes: int
@@ -50,7 +50,7 @@ class Peak:
     extras_bytes: int
     """Exact: what layers are given beside the hidden states, with its gradients."""
     masks_bytes: int
-    """Exact, on the CPU: the mask of all rows of a step, where documents share rows; 0 elsewhere."""
+    """Exact: the mask of all rows of a step, where documents share rows."""
 
     @property
     def loss_bytes(self) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tierstream.engine.device.device import PRODUCT_ROWS, Device
-from tierstream.engine.moe.products import groups
+from tierstream.engine.moe.products import groups, together
 
 COUNTS = [3, 1, 16, 5]
 
@@ -80,3 +84,17 @@ def test_few_numbers_of_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows == {8, 16}
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-4)
+
+
+@given(st.lists(st.integers(1, 100)), st.integers(1, 8), st.integers(1, 300))
+def test_groups_are_neighbours_and_no_larger_than_they_may_be(
+    counts: list[int], experts: int, rows: int
+) -> None:
+    parts = together(counts, experts, rows)
+    assert [index for part in parts for index in range(part.start, part.stop)] == list(range(len(counts)))
+    for part, after in zip_longest(parts, parts[1:]):
+        size, total = part.stop - part.start, sum(counts[part])
+        assert 1 <= size <= experts
+        assert size == 1 or total <= rows
+        # Nor smaller: the next one would be too much.
+        assert after is None or size == experts or total + counts[after.start] > rows

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.allocations import peak_bytes
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
 from tierstream.engine.data.config import DataConfig
+from tierstream.engine.device import memory
+from tierstream.engine.device.device import Device
 from tierstream.engine.measure.machine import known_drives, load_profile
 from tierstream.engine.measure.train_bench import Setting, TieredBench, random_batch
 from tierstream.engine.model.config import ModelConfig
 from tierstream.engine.model.shapes import architecture
 from tierstream.engine.moe.config import MoeConfig
 from tierstream.engine.plan import TiersConfig
-from tierstream.engine.planner.case import case_of
+from tierstream.engine.planner.case import Case, case_of
 from tierstream.engine.planner.machine import Machine
 from tierstream.engine.planner.needs import device_peak
 from tierstream.engine.step.batch import Batch
@@ -67,6 +71,57 @@ def test_masks_of_rows_with_several_documents(tmp_path: Path, rows_per_chunk: in
     batch.position_ids[:, 100:] -= 100
     used, foreseen = used_and_foreseen(config, batch)
     assert used - on_their_way(config, sizes) <= foreseen <= 1.15 * used
+
+
+#: Rows of a group of experts by those of an even share. Without a limit, with routers that send all tokens of
+#: half the rows to the same experts, a group of eight would have four times what it has now.
+@pytest.mark.parametrize(("group_rows", "fits"), [(1.25, True), (100.0, False)])
+def test_experts_with_most_of_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_rows: float, fits: bool
+) -> None:
+    """As on a GPU, which multiplies several at once."""
+    sizes = EXPERTS | {"intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 2}
+    rows = 32
+    config = run_of(tmp_path, "olmoe-7b", sizes, {"rows_per_step": rows}, "experts", None)
+    batch = random_batch(sizes["vocab_size"], rows, SEQ_LEN, "cpu")
+    batch.input_ids[::2], batch.input_ids[1::2] = 5, 100
+    monkeypatch.setattr(Device, "multiplies_groups", True)
+    monkeypatch.setattr(Case, "expert_group", 8)
+    foreseen = device_peak(case_of(config, Machine.here(config))).beside_bytes
+    monkeypatch.setattr(memory, "_GROUP_ROWS", group_rows)
+    used, _ = used_and_foreseen(config, batch)
+    assert (used - on_their_way(config, sizes) <= foreseen) == fits
+    assert foreseen <= 1.15 * used
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["plain", "liger"])
+@pytest.mark.parametrize("documents", [1, 4])
+@pytest.mark.parametrize("rows_per_chunk", [None, 4])
+def test_on_a_gpu(tmp_path: Path, kernels: str, documents: int, rows_per_chunk: int | None) -> None:
+    if kernels == "liger":
+        pytest.importorskip("liger_kernel")
+    rows, seq_len = 16, 2048
+    (tmp_path / "config.json").write_text(json.dumps(architecture("qwen2.5-1.5b", 3)))
+    config = RunConfig(
+        run_dir=str(tmp_path),
+        model=ModelConfig(config=str(tmp_path)),
+        data=DataConfig(files=["random tokens"], seq_len=seq_len, isolate_documents=documents > 1),
+        train=TrainConfig(rows_per_step=rows, rows_per_chunk=rows_per_chunk, device="cuda", kernels=kernels),  # type: ignore[arg-type]
+    )
+    batch = random_batch(1000, rows, seq_len, "cuda")
+    batch.position_ids.remainder_(seq_len // documents)
+    foreseen = device_peak(case_of(config, Machine.unmeasured(config))).nbytes
+    known = known_drives(config.tiers, load_profile(config.tiers))
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with TieredBench(config, [Setting(clip_norm=1.0)], known, batch) as bench:
+        for _ in range(2):
+            bench.step(bench.cases[0])
+        torch.cuda.reset_peak_memory_stats()
+        bench.step(bench.cases[0])
+        used = torch.cuda.max_memory_allocated() - before
+    assert used <= foreseen <= 1.03 * used
 
 
 def run_of(
