@@ -1,10 +1,12 @@
 """Steps as the planner foresees them, beside the same steps measured: small models on the CPU, their state in
 DRAM or on a drive that `tiers.throttle` makes slow.
 
-    python benchmarks/forecast.py [--dir DIRECTORY] [--steps 5] [--only NAME...]
+    python benchmarks/forecast.py [--dir DIRECTORY] [--rounds 3] [--steps 5] [--only NAME...]
 
 Two forecasts of each case: with the times of layers that the machine's rates give ("modelled"), and with
-those of the same model alone in DRAM, between two updates ("timed"). Ends with one line of JSON.
+those of the same model alone in DRAM, between two updates ("timed"). The cases take turns; in each round of a
+case its layers, its steps and the machine are measured, one after the other. Medians of the rounds, which all
+are in the line of JSON at the end.
 """
 
 from __future__ import annotations
@@ -165,26 +167,40 @@ def _run(case: _Case, directory: str, steps: int, timed: Known) -> dict[str, flo
     }
 
 
+def _shown(name: str, rounds: list[dict[str, float | int]]) -> str:
+    row = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+    ratios = {
+        which: statistics.median(each[f"{which}_s"] / each["measured_s"] for each in rounds)
+        for which in ("timed", "modelled")
+    }
+    moved = (
+        f"{what} {row[what] / 1e6:.1f} MB, foreseen {row[f'{what}_foreseen'] / 1e6:.1f}"
+        for what in ("read", "written")
+    )
+    return (
+        f"{name:28} measured {row['measured_s']:.3f} s, timed {row['timed_s']:.3f} s "
+        f"({ratios['timed']:.2f}), modelled {row['modelled_s']:.3f} s ({ratios['modelled']:.2f}); "
+        f"{'; '.join(moved)}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steps foreseen, beside steps measured.")
     parser.add_argument("--dir", default=".")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=list(_CASES), default=list(_CASES))
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    found = dict[str, dict[str, float | int]]()
-    for name in args.only:
-        case = _CASES[name]
-        alone = _alone(case, args.steps)  # anew: what others leave of the machine changes
-        row = found[name] = _run(case, args.dir, args.steps, alone)
-        print(
-            f"{name:28} measured {row['measured_s']:.3f} s, timed {row['timed_s']:.3f} s "
-            f"({row['timed_s'] / row['measured_s']:.2f}), modelled {row['modelled_s']:.3f} s "
-            f"({row['modelled_s'] / row['measured_s']:.2f}); read {row['read'] / 1e6:.1f} MB, foreseen "
-            f"{row['read_foreseen'] / 1e6:.1f}; written {row['written'] / 1e6:.1f} MB, foreseen "
-            f"{row['written_foreseen'] / 1e6:.1f}",
-            flush=True,
-        )
+    found: dict[str, list[dict[str, float | int]]] = {name: [] for name in args.only}
+    for _ in range(args.rounds):
+        for name in args.only:
+            case = _CASES[name]
+            alone = _alone(case, args.steps)  # anew: what others leave of the machine changes
+            found[name].append(_run(case, args.dir, args.steps, alone))
+            print(_shown(name, found[name][-1:]), flush=True)
+    for name, rounds in found.items():
+        print(_shown(name, rounds))
     print(json.dumps(found))
 
 
