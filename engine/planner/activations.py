@@ -35,8 +35,10 @@ _HALVES, _FUSED_HALVES = 3, 1
 #: in fp32; and the halves, their product and the gradients of all, of the experts' size. Those with biases
 #: clamp their halves, which keeps more (gpt-oss).
 _GROUP_OUTER, _GROUP_INNER, _CLAMPED_INNER = 5.5, 6, 9.5
-#: The same of a stack of experts, whose parts go as soon as they are differentiated.
+#: The same of a stack of experts, whose parts go as soon as they are differentiated. Of one with biases the
+#: most is there before: its biases as well, one for each (token, choice).
 _STACK_OUTER, _STACK_INNER = 4, 5
+_CLAMPED_STACK_OUTER, _CLAMPED_STACK_INNER = 2, 10
 #: Tokens of the busiest expert by those of an even share; groups of experts are no larger (`group_rows`).
 _BUSIEST = 4
 #: Keys and values for all heads of queries, for each element of a layer's input. On the CPU the most is held
@@ -123,10 +125,14 @@ def _layer(case: Case, index: int) -> int:
         pairs = all_tokens * choices
         most = kept + max(pairs * width + _group(case, index, pairs), gradients)
     elif stacks := stacks_of(tensors):
-        matrices = sum(math.prod(tensor.shape[1:]) for tensor in stacks)
-        of_stacks = tokens * choices * (_STACK_OUTER * width + _STACK_INNER * matrices / (3 * width))
-        # The gradient of the larger stack comes when most of that has gone.
-        most = kept + max(of_stacks + gradients - max(tensor.numel for tensor in stacks), gradients)
+        inner = sum(math.prod(tensor.shape[1:]) for tensor in stacks) / (3 * width)
+        # The gradient of the larger stack comes when most of what was kept has gone.
+        first = gradients - max(tensor.numel for tensor in stacks)
+        most = kept + max(
+            tokens * choices * (_STACK_OUTER * width + _STACK_INNER * inner) + first, gradients,
+            _is_clamped(tensors)
+            * tokens * choices * (_CLAMPED_STACK_OUTER * width + _CLAMPED_STACK_INNER * inner),
+        )  # fmt: skip
     else:
         # The MLP is differentiated first, and when gradients of all are there what it kept is gone.
         largest = max(tensor.numel for tensor in tensors)
@@ -183,9 +189,13 @@ def _group(case: Case, index: int, pairs: int) -> float:
     busiest = min(case.plan.tokens_per_step, _BUSIEST * pairs // len(experts))
     rows = min(pairs, max(busiest, group_rows(pairs, len(experts), group)))
     numel = experts[0].numel
-    clamped = any("bias" in tensor.name for tensor in experts[0].tensors)
-    inner = (_CLAMPED_INNER if clamped else _GROUP_INNER) * numel / (3 * width)
+    inner = (_CLAMPED_INNER if _is_clamped(experts[0].tensors) else _GROUP_INNER) * numel / (3 * width)
     return rows * (_GROUP_OUTER * width + inner) + 2 * group * numel
+
+
+def _is_clamped(tensors: Sequence[TensorSpec]) -> bool:
+    """Experts among them have biases, and so halves that are clamped (gpt-oss)."""
+    return any(".experts." in tensor.name and tensor.name.endswith("_bias") for tensor in tensors)
 
 
 def choices_of(units: ModelUnits, layer: int) -> int:

@@ -219,7 +219,8 @@ class TrainBenchOptions(OutputOptions):
         return RunConfig(
             run_dir=folder,
             model=ModelConfig(config=folder, dtype=self.dtype),
-            data=DataConfig(files=["random tokens"], seq_len=self.seq_len),
+            # A row is one document.
+            data=DataConfig(files=["random tokens"], seq_len=self.seq_len, isolate_documents=False),
             optimizer=OptimizerConfig(schedule="constant", grad_dtype=self.grad_dtype),
             tiers=TiersConfig(
                 dram=self.dram, nvme_dirs=nvme_dirs, activations=self.activations, profile=self.profile
