@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import statistics
@@ -21,6 +20,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import openmp  # noqa: F401
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.checkpoint import CheckpointConfig
@@ -93,7 +94,6 @@ def main() -> None:
     parser.add_argument("--dram", type=ByteSize)
     parser.add_argument("--run-dir")
     args = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(dir=args.run_dir))
         dirs = [stack.enter_context(ScratchFolder(args.nvme_dir)).path] if args.nvme_dir else None

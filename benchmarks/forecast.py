@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+
+import openmp  # noqa: F401
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
@@ -191,7 +192,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=list(_CASES), default=list(_CASES))
     args = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     found: dict[str, list[dict[str, float | int]]] = {name: [] for name in args.only}
     for _ in range(args.rounds):
         for name in args.only:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
+
+import openmp  # noqa: F401
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
@@ -125,7 +126,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with TemporaryDirectory() as folder, ScratchFolder(args.dir) as scratch:
         config = _config(folder, str(scratch.path))
         machine = Machine.here(config)

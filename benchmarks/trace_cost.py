@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import openmp  # noqa: F401
 
 from tierstream.engine.byte_size import ByteSize
 from tierstream.engine.config import RunConfig, TrainConfig
@@ -51,7 +52,6 @@ def main() -> None:
     parser.add_argument("--nvme-dir")
     parser.add_argument("--dram", type=ByteSize)
     args = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     shape, events = architecture(args.shape, args.layers), list[int]()
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
