@@ -39,7 +39,7 @@ _GROUP_OUTER, _GROUP_INNER, _CLAMPED_INNER = 5.5, 6, 9.5
 #: most is there before: its biases as well, one for each (token, choice).
 _STACK_OUTER, _STACK_INNER = 4, 5
 _CLAMPED_STACK_OUTER, _CLAMPED_STACK_INNER = 2, 10
-#: Tokens of the busiest expert by those of an even share; groups of experts are no larger (`group_rows`).
+#: Tokens of the busiest expert by those of an even share; a group has `group_rows` at most.
 _BUSIEST = 4
 #: Keys and values for all heads of queries, for each element of a layer's input. On the CPU the most is held
 #: in attention, not in the MLP after it: gradients of both as well, and of what attention gives.
