@@ -127,12 +127,10 @@ def _layer(case: Case, index: int) -> int:
     elif stacks := stacks_of(tensors):
         inner = sum(math.prod(tensor.shape[1:]) for tensor in stacks) / (3 * width)
         # The gradient of the larger stack comes when most of what was kept has gone.
-        first = gradients - max(tensor.numel for tensor in stacks)
-        most = kept + max(
-            tokens * choices * (_STACK_OUTER * width + _STACK_INNER * inner) + first, gradients,
-            _is_clamped(tensors)
-            * tokens * choices * (_CLAMPED_STACK_OUTER * width + _CLAMPED_STACK_INNER * inner),
-        )  # fmt: skip
+        pairs, first = tokens * choices, gradients - max(tensor.numel for tensor in stacks)
+        most = kept + max(pairs * (_STACK_OUTER * width + _STACK_INNER * inner) + first, gradients)
+        if _is_clamped(tensors):
+            most = max(most, kept + pairs * (_CLAMPED_STACK_OUTER * width + _CLAMPED_STACK_INNER * inner))
     else:
         # The MLP is differentiated first, and when gradients of all are there what it kept is gone.
         largest = max(tensor.numel for tensor in tensors)
